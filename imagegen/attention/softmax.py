@@ -1,0 +1,91 @@
+"""Scaled dot product attention (Vaswani et al., 2017), with a key/value cache in generation.
+
+Axes: `b` batch, `n` position, `h` head, `d` query/key/value feature, `e` model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imagegen.attention.base import AttentionState, CausalAttention
+
+FIRST_CAPACITY = 64
+
+
+@dataclass
+class SoftmaxState(AttentionState):
+    """Keys and values of all positions so far: the first `length` of the allocated ones."""
+
+    keys: Float[Tensor, "b h capacity d"]
+    values: Float[Tensor, "b h capacity d"]
+    length: int = 0
+
+
+class SoftmaxAttention(CausalAttention[SoftmaxState]):
+    """Multi-head causal softmax attention (eq. 1 of Vaswani et al., 2017).
+
+    Args:
+        context: see `CausalAttention`.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, head_dim: int | None = None, **context: Any
+    ) -> None:
+        super().__init__(d_model, n_heads, head_dim, **context)
+        inner = self.n_heads * self.head_dim
+        self.qkv = nn.Linear(d_model, 3 * inner)
+        self.out = nn.Linear(inner, d_model)
+
+    def forward(
+        self, x: Float[Tensor, "b n e"], state: SoftmaxState | None = None
+    ) -> tuple[Float[Tensor, "b n e"], SoftmaxState]:
+        q, k, v = rearrange(
+            self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.n_heads
+        )
+        if state is None or state.length == 0:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            k = torch.cat([state.keys[:, :, : state.length], k], dim=2)
+            v = torch.cat([state.values[:, :, : state.length], v], dim=2)
+            visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible.tril(state.length))
+        y = self.out(rearrange(y, "b h n d -> b n (h d)"))
+        return y, SoftmaxState(k, v, k.shape[2])
+
+    def step(
+        self, x: Float[Tensor, "b e"], state: SoftmaxState
+    ) -> tuple[Float[Tensor, "b e"], SoftmaxState]:
+        q, k, v = rearrange(self.qkv(x), "b (three h d) -> three b h 1 d", three=3, h=self.n_heads)
+        state = self._appended(state, k, v)
+        y = F.scaled_dot_product_attention(
+            q, state.keys[:, :, : state.length], state.values[:, :, : state.length]
+        )
+        return self.out(rearrange(y, "b h 1 d -> b (h d)")), state
+
+    def initial_state(self, batch_size: int) -> SoftmaxState:
+        weight = self.qkv.weight
+        empty = weight.new_zeros(batch_size, self.n_heads, 0, self.head_dim)
+        return SoftmaxState(empty, empty.clone(), 0)
+
+    @staticmethod
+    def _appended(state: SoftmaxState, k: Tensor, v: Tensor) -> SoftmaxState:
+        length = state.length
+        if torch.is_grad_enabled():
+            keys = torch.cat([state.keys[:, :, :length], k], dim=2)
+            values = torch.cat([state.values[:, :, :length], v], dim=2)
+            return SoftmaxState(keys, values, length + 1)
+        if length == state.keys.shape[2]:
+            # Doubling the allocation keeps the copying linear in the final length.
+            room = (0, 0, 0, max(length, FIRST_CAPACITY))
+            state = SoftmaxState(F.pad(state.keys, room), F.pad(state.values, room), length)
+        state.keys[:, :, length] = k.squeeze(2)
+        state.values[:, :, length] = v.squeeze(2)
+        state.length = length + 1
+        return state

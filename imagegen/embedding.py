@@ -1,0 +1,184 @@
+"""What the model is told of the values before the one it predicts, and of where that one lies.
+
+Axes: `b` batch, `n` position, `w` position in a window, `s` values a step, `e` model width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, UInt8
+from torch import Tensor, nn
+
+from imagegen.errors import UserError
+from imagegen.raster import Raster
+
+
+class InputEmbedding(nn.Module, ABC):
+    """Embeds steps from a window of the sequence, so that both forms of the model share one path.
+
+    Args:
+        d_model: width `e` of the result.
+        raster: the order of the values.
+
+    Attributes:
+        lookback: how many steps before the predicted one are looked at; the model's state keeps
+            that many, whatever the length of the sequence.
+    """
+
+    lookback: int
+
+    def __init__(self, d_model: int, raster: Raster) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.raster = raster
+
+    @abstractmethod
+    def forward(self, window: UInt8[Tensor, "b w s"], start: int) -> Float[Tensor, "b n e"]:
+        """Embeddings for the prediction of steps start to start + n - 1.
+
+        Args:
+            window: the values of steps start - lookback to start + n - 2, so w = lookback + n - 1;
+                what lies before step 0 is ignored.
+            start: position of the first predicted step.
+        """
+
+
+class ValueAndSinusoid(InputEmbedding):
+    """The paper's input: a learned embedding of the value before, beside a fixed sinusoid.
+
+    Each takes half of the width (Katharopoulos et al., 2020, with the sinusoid of Vaswani et al.,
+    2017, section 3.5). The first step has a learned embedding of its own.
+    """
+
+    lookback = 1
+
+    def __init__(self, d_model: int, raster: Raster) -> None:
+        super().__init__(d_model, raster)
+        if d_model % 4:
+            raise UserError(f"model.d_model={d_model} must be a multiple of 4 for the sinusoid.")
+        self.start = raster.spec.levels
+        self.value = nn.Embedding(raster.spec.levels + 1, d_model // 2)
+        position = torch.arange(raster.length).unsqueeze(-1)
+        angle = position * torch.exp(
+            torch.arange(0, d_model // 2, 2) * (-math.log(10_000.0) / (d_model // 2))
+        )
+        sinusoid = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
+        self.register_buffer("sinusoid", sinusoid, persistent=False)
+
+    def forward(self, window: UInt8[Tensor, "b w s"], start: int) -> Float[Tensor, "b n e"]:
+        index = window[..., 0].int()
+        if start == 0:
+            index[:, 0] = self.start
+        value = self.value(index)
+        sinusoid = cast(Tensor, self.sinusoid)[start : start + index.shape[1]]
+        return torch.cat([value, sinusoid.expand_as(value)], dim=-1)
+
+
+DEFAULT_NEIGHBOURS = (
+    (0, -1),
+    (0, -2),
+    (0, -3),
+    (-1, 0),
+    (-1, -1),
+    (-1, 1),
+    (-1, -2),
+    (-1, 2),
+    (-2, 0),
+)
+
+
+class Neighbourhood(InputEmbedding):
+    """Two-dimensional context: the earlier pixels around the predicted one, and its place.
+
+    Each neighbour's level has a learned embedding, and enters as a number too, for an embedding
+    alone has to learn that 127 lies next to 128. In colour, a sub-pixel sees its own channel in the
+    neighbouring pixels, and the sub-pixels just before it. Row, column and channel of the predicted
+    value are embedded (Sparse Transformer, Child et al., 2019, section 5.2). The state keeps the
+    last rows: its size depends on the image's width, never on the length.
+
+    Args:
+        neighbours: offsets (row, column) in pixels, each of them before the predicted pixel.
+
+    Raises:
+        UserError: for a neighbour that does not come before the predicted pixel.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        raster: Raster,
+        neighbours: Sequence[Sequence[int]] = DEFAULT_NEIGHBOURS,
+    ) -> None:
+        super().__init__(d_model, raster)
+        spec = raster.spec
+        for offset in neighbours:
+            if len(offset) != 2 or not (offset[0] < 0 or (offset[0] == 0 and offset[1] < 0)):
+                raise UserError(
+                    f"model.embedding.neighbours has {list(offset)}, but each must be [row, column] "
+                    "of a pixel before the predicted one: row < 0, or row 0 and column < 0."
+                )
+        # A neighbour outside of every image would only ever be missing.
+        pixels = [
+            (row, column)
+            for row, column in neighbours
+            if -row < spec.height and abs(column) < spec.width
+        ]
+        lags = [(-row * spec.width - column) * spec.channels for row, column in pixels]
+        previous = [lag for lag in range(1, spec.channels) if lag not in lags]
+        lags += previous
+        if not lags:
+            pixels, lags = [(0, -1)], [spec.channels]
+        self.lookback = max(lags)
+        self.n_neighbours = len(lags)
+        self.register_buffer("lags", torch.tensor(lags), persistent=False)
+        self.register_buffer("valid", self._validity(pixels, previous), persistent=False)
+        table = torch.arange(len(lags), dtype=torch.int32) * (spec.levels + 1)
+        self.register_buffer("table", table, persistent=False)
+
+        self.value = nn.EmbeddingBag(len(lags) * (spec.levels + 1), d_model, mode="sum")
+        self.number = nn.Linear(2 * len(lags), d_model)
+        self.row = nn.Embedding(spec.height, d_model)
+        self.column = nn.Embedding(spec.width, d_model)
+        self.channel = nn.Embedding(spec.channels, d_model)
+        for embedding in (self.value, self.row, self.column, self.channel):
+            nn.init.normal_(embedding.weight, std=d_model**-0.5)
+
+    def _validity(
+        self, pixels: Sequence[tuple[int, int]], previous: Sequence[int]
+    ) -> Bool[Tensor, "length k"]:
+        """Whether each neighbour of each step lies inside the image."""
+        spec = self.raster.spec
+        step = torch.arange(self.raster.length)
+        row = step // (spec.width * spec.channels)
+        column = step // spec.channels % spec.width
+        inside = [
+            (row + dy >= 0) & (column + dx >= 0) & (column + dx < spec.width) for dy, dx in pixels
+        ]
+        return torch.stack(inside + [step >= lag for lag in previous], dim=-1)
+
+    def forward(self, window: UInt8[Tensor, "b w s"], start: int) -> Float[Tensor, "b n e"]:
+        spec = self.raster.spec
+        n = window.shape[1] - self.lookback + 1
+        step = torch.arange(start, start + n, device=window.device)
+        lags, table = cast(Tensor, self.lags), cast(Tensor, self.table)
+        valid = cast(Tensor, self.valid)[start : start + n]
+        source = torch.arange(self.lookback, self.lookback + n, device=window.device)
+        level = window[..., 0][:, source.unsqueeze(-1) - lags]
+        index = torch.where(valid, level.int(), spec.levels) + table
+        value = self.value(index.flatten(0, 1)).unflatten(0, index.shape[:2])
+
+        dtype = self.number.weight.dtype
+        number = (level.to(dtype) * (2 / (spec.levels - 1)) - 1) * valid
+        flags = valid.to(dtype).expand_as(number)
+        place = (
+            self.row(step // (spec.width * spec.channels))
+            + self.column(step // spec.channels % spec.width)
+            + self.channel(step % spec.channels)
+        )
+        return value + self.number(torch.cat([number, flags], dim=-1)) + place
+

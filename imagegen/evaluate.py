@@ -1,0 +1,147 @@
+"""Score a checkpoint on a split: `python -m imagegen.evaluate ckpt=… split=test out=FILE.json`.
+
+bits/dim of an image is its negative log2-likelihood divided by all height * width * channels
+dimensions. The mean is taken over images, never over batches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float64, UInt8
+
+from imagegen import options as opt
+from imagegen.cli import hydra_entry
+from imagegen.errors import UserError
+from imagegen.output import ensure_writable, write_atomic
+from imagegen.progress import image_progress
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from imagegen.model import ImageTransformer
+
+SPLITS = ("train", "val", "test")
+POSITIONS = 1 << 17
+"""Dimensions scored together by default."""
+
+
+def score_images(
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    batch_size: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Float64[np.ndarray, " n"]:
+    """bits/dim of each image, whatever the batch size.
+
+    Args:
+        model: scores on the device it lies on, in eval mode; its mode is left as it was.
+        images: levels; may be memory-mapped.
+        batch_size: images scored together; by default as many as make `POSITIONS` dimensions.
+        progress: called with the number of images done since the last call.
+
+    Raises:
+        UserError: where a score is not finite, as with a diverged model.
+    """
+    import torch
+
+    batch_size = batch_size or max(1, POSITIONS // model.spec.dims)
+    device = next(model.parameters()).device
+    scores = np.empty(len(images), dtype=np.float64)
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for first in range(0, len(images), batch_size):
+                batch = torch.from_numpy(np.array(images[first : first + batch_size]))
+                bits = model.bits_per_dim(batch.to(device))
+                scores[first : first + len(batch)] = bits.double().cpu().numpy()
+                if progress is not None:
+                    progress(len(batch))
+    finally:
+        model.train(training)
+    wrong = np.flatnonzero(~np.isfinite(scores))
+    if wrong.size:
+        raise UserError(
+            f"the model scores image {wrong[0]} as {scores[wrong[0]]} bits/dim, so its training "
+            "must have diverged; evaluate another checkpoint."
+        )
+    return scores
+
+
+def standard_error(scores: Float64[np.ndarray, " n"]) -> float | None:
+    """Standard error of the mean over images; None for a single image."""
+    if len(scores) < 2:
+        return None
+    return float(scores.std(ddof=1) / math.sqrt(len(scores)))
+
+
+def run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what `conf/evaluate.yaml` and the command line ask; print bits/dim in one line.
+
+    Returns:
+        what is written to `out`, if that is given.
+
+    Raises:
+        UserError: for anything that cannot be; then nothing is written.
+    """
+    from imagegen.provenance import load_source, versions
+
+    config = opt.plain(config)
+    ckpt = opt.checkpoint_path(config["ckpt"])
+    split = opt.choice(config["split"], "split", SPLITS)
+    batch_size = opt.optional_whole_number(config["batch_size"], "batch_size", 1)
+    limit = opt.optional_whole_number(config["limit"], "limit", 1)
+    out = None if config["out"] is None else opt.absolute(str(config["out"]))
+    if out is not None:
+        ensure_writable(out)
+    source = load_source(ckpt, opt.resolve_device(config["device"]))
+    model = source.loaded.model
+    dataset = opt.dataset_of(source.loaded.metadata, config["dataset"], model.spec)
+    images = dataset.split(split).images[:limit]
+    if not len(images):
+        raise UserError(f"the {split} split of {dataset.name} holds no images; choose another.")
+    started = perf_counter()
+    with image_progress("evaluating", len(images)) as advance:
+        scores = score_images(model, images, batch_size, advance)
+    result = {
+        "bits_per_dim": float(scores.mean()),
+        "standard_error": standard_error(scores),
+        "images": len(images),
+        "dims": model.spec.dims,
+        "dataset": dataset.name,
+        "split": split,
+        **source.to_dict(),
+        "seconds": perf_counter() - started,
+        **versions(),
+    }
+    # Printed first, so that a disk that fills up meanwhile does not cost the result.
+    print(summary(result))
+    if out is not None:
+        write_atomic(out, json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """One line that says what `run` found."""
+    error = result["standard_error"]
+    spread = "" if error is None else f" ± {error:.4f}"
+    return (
+        f"{result['bits_per_dim']:.4f}{spread} bits/dim over {result['images']} images of "
+        f"{result['dims']} dimensions ({result['dataset']}, {result['split']})"
+    )
+
+
+@hydra_entry("evaluate")
+def main(config: DictConfig) -> None:
+    """Command-line entry."""
+    run(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Output distributions over the levels of a value."""

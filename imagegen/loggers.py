@@ -1,0 +1,338 @@
+"""Where metrics and images go: always to metrics.csv, and to wandb or TensorBoard if chosen."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from jaxtyping import UInt8
+from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from imagegen.errors import UserError
+from imagegen.output import write_atomic
+
+_START_SECONDS = 30
+"""How long wandb may try to reach its server before the run goes on offline."""
+
+
+def build_loggers(
+    options: Mapping[str, Any] | None,
+    run_dir: Path,
+    config: Mapping[str, Any],
+    resume_state: Mapping[str, Any] | None = None,
+) -> list[Logger]:
+    """The loggers of a run: `metrics.csv` in the run folder, and the one chosen, if any.
+
+    Args:
+        options: the logger section of the configuration; without a `_target_` it adds nothing.
+            A `_target_` in this module also gets `run_dir`, `config` and `resume_state`.
+        run_dir: the run folder, which exists.
+        config: the resolved configuration as plain containers, recorded with the run.
+        resume_state: for a resumed run, `step` (the checkpoint's global step, optimizer steps done)
+            and what `logger_state` gave when the checkpoint was written.
+
+    Raises:
+        UserError: if the chosen logger is not installed.
+    """
+    state = dict(resume_state or {})
+    loggers: list[Logger] = [MetricsFile(run_dir, state.get("step"))]
+    options = {} if options is None else dict(options)
+    target = options.get("_target_")
+    if target is not None:
+        from hydra.utils import instantiate
+
+        ours = str(target).startswith(f"{__name__}.")
+        given = {"run_dir": run_dir, "config": config, "resume_state": state} if ours else {}
+        # Given to the partial: Hydra would build the classes that `config` names.
+        chosen = instantiate(options, _partial_=True, _convert_="all")(**given)
+        if chosen is not None:
+            loggers.append(chosen)
+    return loggers
+
+
+def logger_state(loggers: Iterable[Logger]) -> dict[str, str]:
+    """What a checkpoint must keep so that a resumed run goes on in the same wandb run."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger) and logger.version:
+            return {"wandb_id": str(logger.version)}
+    return {}
+
+
+@rank_zero_only
+def log_images(
+    loggers: Iterable[Logger], key: str, image: UInt8[np.ndarray, "h w c"], step: int
+) -> None:
+    """Log one image, pixel for pixel, wherever the logger can hold images.
+
+    Args:
+        loggers: as `build_loggers` returns them.
+        key: its name, "val/samples".
+        image: 0 to 255, grey (one channel) or RGB.
+        step: optimizer steps done.
+    """
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            from PIL import Image
+
+            pixels = image[..., 0] if image.shape[-1] == 1 else image
+            logger.log_image(key, [Image.fromarray(np.ascontiguousarray(pixels))], step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(key, image, step, dataformats="HWC")
+
+
+@rank_zero_only
+def close_loggers(loggers: Iterable[Logger], success: bool = True) -> None:
+    """Finish what Lightning leaves open, so that a following run starts afresh.
+
+    Args:
+        loggers: as `build_loggers` returns them.
+        success: whether the run ended well; wandb marks it as failed otherwise.
+    """
+    for logger in loggers:
+        logger.finalize("success" if success else "failed")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=0 if success else 1)
+
+
+class MetricsFile(Logger):
+    """Writes metrics.csv: one row a step, up to date whenever it is read.
+
+    Resuming keeps the rows of the steps that the checkpoint knows and drops later ones, which will
+    come again.
+
+    Args:
+        run_dir: the run folder.
+        resume_step: optimizer steps done by the checkpoint resumed; None starts a new file.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+        super().__init__()
+        self.path = Path(run_dir) / "metrics.csv"
+        self._resume_step = resume_step
+        self._file: IO[str] | None = None
+        self._columns: list[str] = ["step"]
+        self._last: dict[str, Any] = {}
+        self._last_offset = 0
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.path.name
+
+    @property
+    def version(self) -> str:
+        """Nothing: a run folder holds one file."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run folder."""
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run folder holds the configuration."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add the metrics to the row of `step`, which is the last row or a new one."""
+        if self._file is None:
+            self._open()
+        step = int(step) if step is not None else int(self._last.get("step", -1)) + 1
+        row = {"step": step, **{key: _number(value) for key, value in metrics.items()}}
+        if row["step"] == self._last.get("step"):
+            row = {**self._last, **row}
+        else:
+            self._last = {}
+        new = [key for key in row if key not in self._columns]
+        if new:
+            self._rewrite([*self._columns, *sorted(new)])
+        self._append(row)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Close the file; later metrics are added to it."""
+        if self._file is not None:
+            self._file.close()
+            self._file, self._last, self._resume_step = None, {}, sys.maxsize
+
+    def _open(self) -> None:
+        self._columns = ["step"]
+        rows = _read_rows(self.path, self._resume_step) if self._resume_step is not None else []
+        for row in rows:
+            self._columns += [key for key in row if key not in self._columns]
+        self._write_all(rows)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        assert self._file is not None
+        if self._last:
+            self._file.seek(self._last_offset)
+            self._file.truncate()
+        else:
+            self._last_offset = self._file.seek(0, os.SEEK_END)
+        csv.DictWriter(self._file, self._columns, restval="").writerow(row)
+        self._file.flush()
+        self._last = row
+
+    def _rewrite(self, columns: list[str]) -> None:
+        """Give the file more columns."""
+        rows = _read_rows(self.path)
+        if self._last:
+            rows = rows[:-1]
+        self._last = {}
+        self._columns = columns
+        self._write_all(rows)
+
+    def _write_all(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        if self._file is not None:
+            self._file.close()
+        write_atomic(self.path, text.getvalue())
+        self._file = open(self.path, "r+", newline="", encoding="utf-8")  # noqa: SIM115
+
+
+def wandb_logger(
+    run_dir: Path,
+    config: Mapping[str, Any],
+    resume_state: Mapping[str, Any],
+    log_model: bool | str = False,
+    **options: Any,
+) -> WandbLogger | None:
+    """A started wandb run: online where there is a login, else offline; never asks for anything.
+
+    WANDB_MODE decides if it is set. A server that does not answer makes the run go on offline; if
+    wandb cannot start at all, training goes on without it. Each of these is told in one line.
+
+    Args:
+        run_dir: the run folder; wandb writes below `wandb/` in it.
+        config: recorded with the run.
+        resume_state: with `wandb_id`, the run to continue.
+        log_model: True uploads checkpoints at the end, "all" each when it is written.
+        options: arguments of `wandb.init`: project, entity, name, group, tags, notes…
+
+    Returns:
+        The logger, or None without wandb.
+    """
+    if not _is_first_process():
+        return WandbLogger(save_dir=run_dir, log_model=log_model)  # type: ignore[arg-type]
+    import wandb
+
+    def start(mode: str) -> WandbLogger:
+        settings = wandb.Settings(silent=mode != "online", reinit="finish_previous")
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            settings.init_timeout = _START_SECONDS
+        given = {"dir": run_dir, "mode": mode, "id": resume_state.get("wandb_id"), **options}
+        # Started here, not by Lightning, which warns of settings that it makes itself.
+        run = wandb.init(resume="allow", settings=settings, **given)
+        run.config.update(dict(config), allow_val_change=True)
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        return WandbLogger(
+            save_dir=run_dir,
+            project=options.get("project"),
+            log_model=log_model,  # type: ignore[arg-type]
+            experiment=run,
+        )
+
+    mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    why = "" if "WANDB_MODE" in os.environ else "no login found, so "
+    for attempt in dict.fromkeys((mode, "offline")):
+        try:
+            logger = start(attempt)
+        except Exception as error:  # Whatever is wrong there, it must not stop a training run.
+            why = f"it could not start ({_first_line(error)}), so "
+            continue
+        if attempt in ("offline", "dryrun"):
+            folder = shlex.quote(str(Path(logger.experiment.dir).parent))
+            print(f"wandb: {why}this run is kept offline; upload it later: wandb sync {folder}")
+        return logger
+    print(f"wandb: {why}the run goes on without it", file=sys.stderr)
+    return None
+
+
+def tensorboard_logger(
+    run_dir: Path,
+    config: Mapping[str, Any],
+    resume_state: Mapping[str, Any],
+    **options: Any,
+) -> TensorBoardLogger:
+    """A TensorBoard logger that writes below `tensorboard/` in the run folder.
+
+    Args:
+        run_dir: the run folder.
+        config: recorded as text.
+        resume_state: with `step`, later events of the run resumed are hidden.
+        options: further arguments of `TensorBoardLogger`.
+
+    Raises:
+        UserError: if TensorBoard is not installed.
+    """
+    step = resume_state.get("step")
+    if step is not None:
+        options["purge_step"] = step
+    try:
+        logger = TensorBoardLogger(
+            run_dir, name="", version="tensorboard", default_hp_metric=False, **options
+        )
+        if _is_first_process() and step is None:
+            import yaml
+
+            text = yaml.safe_dump(dict(config), sort_keys=False)
+            logger.experiment.add_text("config", "\n".join(f"    {s}" for s in text.splitlines()))
+    except ImportError as error:
+        raise UserError(
+            "logger=tensorboard needs the package tensorboard; install it with "
+            "`pip install tensorboard`, or choose logger=csv."
+        ) from error
+    return logger
+
+
+def _is_first_process() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def _logged_in() -> bool:
+    """Whether wandb finds credentials, without asking for any or calling a server."""
+    import wandb
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # Before wandb 0.23
+        return bool(wandb.api.api_key)
+    except Exception:  # A broken ~/.netrc, for instance
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _number(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _read_rows(path: Path, before_step: int | None = None) -> list[dict[str, str]]:
+    """The rows of a metrics file whose step is below `before_step`; broken ones are left out."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError:
+        return []
+    whole = [row for row in rows if None not in row and None not in row.values()]
+    if before_step is None:
+        return whole
+    return [row for row in whole if row["step"].isdigit() and int(row["step"]) < before_step]

@@ -1,0 +1,174 @@
+"""Read what a user typed for `sample.py` and `imagegen.evaluate`: values checked, then typed.
+
+Each check raises a `UserError` of one sentence that names the option and what it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from imagegen.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from imagegen.data.base import ImageDataset
+    from imagegen.spec import ImageSpec
+
+MAX_SEED = 2**64 - 1
+
+
+def whole_number(value: object, name: str, least: int, most: int | None = None) -> int:
+    """`value` as an int, `least` to `most`."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < least
+        or (most is not None and value > most)
+    ):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UserError(f"{name}={_typed(value)}, but it must be a whole number {bounds}.")
+    return value
+
+
+def optional_whole_number(value: object, name: str, least: int) -> int | None:
+    """`value` as an int of at least `least`; None stays None."""
+    return None if value is None else whole_number(value, name, least)
+
+
+def temperature_value(value: object) -> float:
+    """A temperature: finite, 0 (greedy) or more."""
+    number = _real(value)
+    if number is None or not math.isfinite(number) or number < 0:
+        raise UserError(
+            f"temperature={_typed(value)}, but it must be a number of 0 (greedy) or more; "
+            "1 draws from the model as trained."
+        )
+    return number
+
+
+def share(value: object, name: str) -> float:
+    """A share from 0 (nothing) to below 1 (all)."""
+    number = _real(value)
+    if number is None or not 0 <= number < 1:
+        raise UserError(
+            f"{name}={_typed(value)}, but it must be a share of the rows: from 0 (nothing visible) "
+            "to below 1, so that something is left to draw."
+        )
+    return number
+
+
+def choice(value: object, name: str, known: Sequence[str]) -> str:
+    """One of the `known` words."""
+    if value not in known:
+        raise UserError(f"{name}={_typed(value)} is unknown; it can be {', '.join(known)}.")
+    return str(value)
+
+
+def flag(value: object, name: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name}={_typed(value)}, but it must be true or false.")
+    return value
+
+
+def checkpoint_path(value: object) -> str:
+    """The `ckpt` option, which has no default."""
+    if value is None or not str(value).strip():
+        raise UserError("ckpt is missing; add ckpt=<checkpoint file or run folder>.")
+    return str(value)
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that Hydra composed as plain dictionaries, lists, numbers and strings."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if not isinstance(config, DictConfig):
+        return dict(config)
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+
+
+def as_list(value: object) -> list[Any] | None:
+    """A list of what was typed as a list; None for a single value."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return list(value)
+    return None
+
+
+def resolve_device(value: object) -> torch.device:
+    """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:<number>`."""
+    import torch
+
+    if value == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name, _, index = str(value).partition(":")
+    if name not in ("cpu", "cuda") or (index and not (name == "cuda" and index.isdecimal())):
+        raise UserError(f"device={_typed(value)} is unknown; it can be auto, cpu, cuda or cuda:0.")
+    if name == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device={value}, but PyTorch finds {torch.cuda.device_count()} CUDA devices here; "
+            "use device=cpu or device=auto."
+        )
+    return torch.device(str(value))
+
+
+def dataset_of(
+    metadata: Mapping[str, Any], overrides: Mapping[str, Any] | None, spec: ImageSpec
+) -> ImageDataset:
+    """The data set that a checkpoint was trained on, prepared.
+
+    Args:
+        metadata: of the checkpoint; its entry `dataset` is a `_target_` config.
+        overrides: options to replace, such as `root` on another machine; None leaves one as it is.
+        spec: what the model draws.
+
+    Raises:
+        UserError: where the data set does not take an option, is not found, or holds other images.
+    """
+    from imagegen.build import build
+    from imagegen.data.base import ImageDataset
+
+    if not isinstance(metadata["dataset"], Mapping):
+        raise UserError("the checkpoint is damaged: its data set is no set of options.")
+    config = dict(metadata["dataset"])
+    config.update({key: value for key, value in (overrides or {}).items() if value is not None})
+    dataset: ImageDataset = build(config, ImageDataset)
+    if dataset.spec != spec:
+        raise UserError(
+            f"data set {dataset.name} holds images of {describe(dataset.spec)}, but the "
+            f"checkpoint's model takes {describe(spec)}."
+        )
+    dataset.prepare()
+    return dataset
+
+
+def describe(spec: ImageSpec) -> str:
+    """A spec in words, such as "28x28 pixels, 1 channel, 256 levels"."""
+    channels = f"{spec.channels} channel" + ("s" if spec.channels > 1 else "")
+    return f"{spec.height}x{spec.width} pixels, {channels}, {spec.levels} levels"
+
+
+def absolute(path: str | Path) -> Path:
+    """`path` from the current folder, `~` expanded, links kept."""
+    return Path.cwd() / Path(path).expanduser()
+
+
+def _real(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return float(value)
+
+
+def _typed(value: object) -> str:
+    """`value` as a user types it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -1,0 +1,183 @@
+"""Write results whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from imagegen.errors import UserError
+
+_PARTIAL = ".partial"
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path, owned: Iterable[str]) -> Iterator[Path]:
+    """A fresh folder to write into, whose content takes its place in `target` at the end.
+
+    A target that does not exist appears at once, complete, by a rename. In one that does exist (it
+    may be the working directory or a mount point) only the entries named in `owned` are replaced,
+    each by a rename. On any exception the target and its parents are left as they were.
+
+    The folder is made before the block runs, so that a place that cannot be written is refused
+    before any work is done. It lies next to the target or, where that exists, in it, and is named
+    `.<name>.<random>.partial`: only a killed process leaves one behind, and it may be deleted.
+
+    Args:
+        target: the folder to write; missing parents are made.
+        owned: names of files and folders that an earlier result may have left in the target.
+
+    Raises:
+        UserError: if the target is not a folder or holds anything else than `owned`, or if it
+            cannot be written.
+    """
+    owned = set(owned)
+    # Through a symbolic link, the folder that it names is written.
+    folder = Path(os.path.realpath(target))
+    with _disk_errors(target):
+        exists = _check_target(folder, target, owned)
+    made = [] if exists else [parent for parent in folder.parents if not parent.exists()]
+    staging = None
+    try:
+        with _disk_errors(target):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            place = folder if exists else folder.parent
+            name = tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=_PARTIAL, dir=place)
+            staging = Path(name)
+            staging.chmod(0o777 & ~_umask())
+        with _disk_errors(target, staging):
+            yield staging
+            if exists:
+                _swap(staging, folder, owned)
+            else:
+                staging.rename(folder)
+        made = []
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file whole: under a temporary name next to it, then renamed over it.
+
+    Missing parents are made; text is UTF-8. What is no regular file (`/dev/stdout`) is written
+    directly.
+
+    Raises:
+        UserError: naming the path, if it cannot be written.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    real = Path(os.path.realpath(path))
+    temporary = None
+    try:
+        with _disk_errors(path):
+            if real.exists() and not real.is_file():
+                with open(path, "wb") as file:
+                    file.write(content)
+                return
+            real.parent.mkdir(parents=True, exist_ok=True)
+            mode = real.stat().st_mode & 0o7777 if real.exists() else 0o666 & ~_umask()
+            descriptor, temporary = tempfile.mkstemp(_PARTIAL, f".{real.name}.", real.parent)
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            os.chmod(temporary, mode)
+            os.replace(temporary, real)
+            temporary = None
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def ensure_writable(path: Path) -> None:
+    """Refuse a file that could not be written later, before work is done. Leaves nothing behind.
+
+    Raises:
+        UserError: naming the path.
+    """
+    real = Path(os.path.realpath(path))
+    with _disk_errors(path):
+        if real.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if real.exists() and not real.is_file():
+            return
+        parent = next(parent for parent in real.parents if parent.exists())
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+
+
+@contextlib.contextmanager
+def _disk_errors(target: Path, staging: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the target.
+
+    With `staging`, errors of a block that is not ours: only those that concern our folder, or a
+    full or failing disk, are turned.
+    """
+    full = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", -1)}
+    try:
+        yield
+    except OSError as error:
+        if staging is not None:
+            inside = error.filename is not None and str(staging) in os.fsdecode(error.filename)
+            if not inside and (error.filename is not None or error.errno not in full):
+                raise
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"cannot write {target}: {reason}.") from error
+
+
+def _check_target(folder: Path, target: Path, owned: set[str]) -> bool:
+    """Whether the folder exists, holding nothing that is not ours."""
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        raise UserError(f"cannot write the folder {target}: a file of that name is in its place.")
+    foreign = sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.name not in owned and not entry.name.endswith(_PARTIAL)
+    )
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise UserError(
+            f"the folder {target} holds other files ({foreign[0]}{more}); name a new or empty one."
+        )
+    return True
+
+
+def _swap(staging: Path, folder: Path, owned: set[str]) -> None:
+    """Put the new entries in the place of the owned ones, or leave all as it was."""
+    new = sorted(entry.name for entry in staging.iterdir())
+    old = [name for name in sorted(owned) if os.path.lexists(folder / name)]
+    # Next to the staging folder, so that what cannot be put back is not deleted with it.
+    attic = Path(tempfile.mkdtemp(prefix=".old.", suffix=_PARTIAL, dir=folder))
+    moves = [(folder / name, attic / name) for name in old]
+    moves += [(staging / name, folder / name) for name in new]
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, destination in moves:
+            source.rename(destination)
+            done.append((source, destination))
+    except BaseException:
+        for source, destination in reversed(done):
+            with contextlib.suppress(OSError):
+                destination.rename(source)
+        with contextlib.suppress(OSError):
+            attic.rmdir()
+        raise
+    shutil.rmtree(attic, ignore_errors=True)
+
+
+def _umask() -> int:
+    # Python offers no way to read it without setting it.
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

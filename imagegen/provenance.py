@@ -1,0 +1,71 @@
+"""Where a result comes from: the checkpoint's SHA-256 and the versions that made it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imagegen.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from imagegen.checkpoint import LoadedCheckpoint
+
+
+@dataclass(frozen=True)
+class Source:
+    """A loaded checkpoint and the SHA-256 (hex) of the file it was read from."""
+
+    loaded: LoadedCheckpoint
+    sha256: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entries that every result keeps about its checkpoint."""
+        return {"checkpoint": str(self.loaded.path.absolute()), "checkpoint_sha256": self.sha256}
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hex, read in pieces.
+
+    Raises:
+        UserError: where the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return digest.hexdigest()
+
+
+def load_source(ckpt: str, device: torch.device) -> Source:
+    """Load a checkpoint (a file or a run folder) together with its SHA-256.
+
+    Raises:
+        UserError: where it is missing, truncated or foreign, or is replaced while being read, as
+        a running training does with its last checkpoint.
+    """
+    from imagegen.checkpoint import load_checkpoint, resolve_checkpoint
+
+    path = resolve_checkpoint(ckpt)
+    before = path.stat()
+    sha256 = sha256_of(path)
+    loaded = load_checkpoint(path, device)
+    after = path.stat()
+    if (before.st_ino, before.st_mtime_ns) != (after.st_ino, after.st_mtime_ns):
+        raise UserError(f"{path} was replaced while it was being read; run the command again.")
+    return Source(loaded, sha256)
+
+
+def versions() -> dict[str, str]:
+    """Versions of imagegen and PyTorch."""
+    import torch
+
+    import imagegen
+
+    return {"imagegen_version": imagegen.__version__, "torch_version": str(torch.__version__)}

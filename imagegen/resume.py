@@ -1,0 +1,209 @@
+"""Continue an interrupted run: `python train.py resume=latest`.
+
+The overrides that the run was started with are kept in its checkpoint, so nothing has to be typed
+again; what is typed now comes on top. The run goes on in its own folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from imagegen.cli import PROJECT_ROOT
+from imagegen.errors import UserError
+
+LAST = Path("checkpoints", "last.ckpt")
+"""Where a run folder keeps the checkpoint to continue from."""
+
+_RUN_FILES = ("checkpoints", "summary.json", "metrics.csv")
+
+
+def rewrite_resume(argv: Sequence[str]) -> list[str]:
+    """The arguments with `resume=` replaced by what it stands for.
+
+    They become: the overrides kept in the checkpoint that are not overridden now, those typed now,
+    `resume=<checkpoint file>` and, where the checkpoint lies in a run folder and none is typed,
+    `hydra.run.dir=<run folder>`. Without `resume=` nothing changes; rewriting again changes no
+    meaning. Relative paths are relative to the working directory.
+
+    Args:
+        argv: the arguments typed, without the program's name.
+
+    Raises:
+        UserError: if there is nothing to resume, or with --multirun.
+    """
+    typed = {index: parsed for index, text in enumerate(argv) if (parsed := _parse(text))}
+    chosen = [index for index, parsed in typed.items() if parsed.key_or_group == "resume"]
+    if not chosen or typed[chosen[-1]].value() is None:
+        return list(argv)
+    multirun = any(text in ("-m", "--multirun", "hydra.mode=MULTIRUN") for text in argv)
+    if multirun or typed[chosen[-1]].is_sweep_override():
+        raise UserError("resume= continues one run; leave out --multirun and give one checkpoint.")
+
+    # OmegaConf's escape for a path that holds ${...}; `quote` writes it.
+    checkpoint = find_checkpoint(str(typed[chosen[-1]].value()).replace("\\${", "${"))
+    added = [f"resume={quote(str(checkpoint))}"]
+    run_folder = run_folder_of(checkpoint)
+    if run_folder and not any(p.key_or_group == "hydra.run.dir" for p in typed.values()):
+        added.append(f"hydra.run.dir={quote(str(run_folder))}")
+    new = [parsed for index, parsed in typed.items() if index not in chosen]
+    saved = [text for text in _saved_overrides(checkpoint) if not _replaced(text, new)]
+
+    # Hydra wants all overrides in one place, among its own flags.
+    first = min(typed)
+    kept = [text for index, text in enumerate(argv) if index >= first and index not in chosen]
+    return [*argv[:first], *saved, *added, *kept]
+
+
+def find_checkpoint(what: str) -> Path:
+    """The checkpoint file, absolute, that `latest`, a run folder or a checkpoint file stands for.
+
+    Raises:
+        UserError: if there is none; it tells where was looked.
+    """
+    if not what:
+        raise UserError("resume= is empty; give latest, a run folder or a checkpoint file.")
+    if what == "latest":
+        return _latest()
+    path = Path(what).expanduser().absolute()
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise UserError(
+            f"resume={what}: {path} does not exist; give latest, a run folder or a checkpoint file."
+        )
+    for candidate in (path / LAST, path / LAST.name):
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"resume={what}: the folder holds no {LAST}, so there is nothing to resume.")
+
+
+def run_folder_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint file lies in, or None."""
+    folder = checkpoint.parent
+    return folder.parent if folder.name == LAST.parent.name else None
+
+
+def refuse_used_folder(cfg: Any, run_folder: Path) -> None:
+    """Refuse a new run in the folder of another, before anything is written there.
+
+    Args:
+        cfg: the configuration, with `resume`.
+        run_folder: where the run is to go.
+
+    Raises:
+        UserError: if the folder holds a run's files and `cfg.resume` is not set.
+    """
+    if cfg.get("resume") is not None:
+        return
+    found = [name for name in _RUN_FILES if (run_folder / name).exists()]
+    if found:
+        raise UserError(
+            f"{run_folder} holds the {found[0]} of an earlier run; choose another hydra.run.dir, "
+            f"or continue that run with resume={run_folder}."
+        )
+
+
+@contextlib.contextmanager
+def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
+    """Keep a run folder for this process alone while the block runs.
+
+    Two runs that started in the same second, or a run resumed while it still goes on, would
+    otherwise write to the same files. The lock ends with the process, however that ends.
+
+    Args:
+        folder: the run folder, which exists.
+        resuming: whether an earlier run is continued; else the folder must hold no run's files.
+
+    Raises:
+        UserError: if another process holds the folder, or a fresh run would overwrite another.
+    """
+    refuse_used_folder({"resume": True if resuming else None}, folder)
+    lock = _lock(folder)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def quote(value: str) -> str:
+    """`value` as Hydra reads it back unchanged on the right of an override's `=`."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    # OmegaConf would take ${...} for an interpolation.
+    return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds a lock, or None where the system or file system has no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    # The folder itself is locked, so that no file stays behind.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(
+            f"another run is writing to {folder}; wait for it to end, or choose another "
+            "hydra.run.dir."
+        ) from error
+    except OSError:  # Some network file systems
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _parse(text: str) -> Any:
+    """The override parsed, or None for flags and what Hydra will refuse."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if text.startswith("-"):
+        return None
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
+
+
+def _saved_overrides(checkpoint: Path) -> list[str]:
+    from imagegen.checkpoint import read_metadata
+
+    saved = read_metadata(checkpoint).get("overrides") or []
+    return [str(text) for text in saved]
+
+
+def _replaced(text: str, new: Sequence[Any]) -> bool:
+    """Whether a saved override gives way to one typed now."""
+    saved = _parse(text)
+    if saved is None or saved.key_or_group == "resume":
+        return True
+    return any(
+        (saved.key_or_group, saved.package) == (typed.key_or_group, typed.package)
+        # What was added with + must be added again before it can be changed.
+        and (typed.is_add() or typed.is_force_add() or not saved.is_add())
+        for typed in new
+    )
+
+
+def _latest() -> Path:
+    outputs = PROJECT_ROOT / "outputs"
+    found = []
+    for folder, folders, _ in os.walk(outputs):
+        if LAST.parent.name in folders and (Path(folder) / LAST).is_file():
+            found.append(Path(folder) / LAST)
+        skip = {LAST.parent.name, "samples", "wandb", ".hydra"}
+        folders[:] = [name for name in folders if name not in skip]
+    if not found:
+        raise UserError(
+            f"resume=latest: there is no {LAST} in any folder below {outputs}; "
+            "give a run folder or a checkpoint file."
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)

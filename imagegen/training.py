@@ -1,0 +1,78 @@
+"""The LightningModule: loss, metrics, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from imagegen.data.loading import Batch
+from imagegen.model import ImageTransformer
+from imagegen.schedules import training_progress
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Schedule(Protocol):
+    """Says how the learning rate moves; see `imagegen.schedules`."""
+
+    def factor(self, progress: float) -> float:
+        """The factor on the learning rate when `progress` of the training, 0 to 1, is done."""
+        ...
+
+
+class ImageModule(LightningModule):
+    """Trains an `ImageTransformer` by maximum likelihood.
+
+    The loss is bits/dim: the negative log2-likelihood, averaged over all dimensions and over images.
+
+    Args:
+        model: the network.
+        optimizer: makes an optimizer of the network's parameters.
+        schedule: of the learning rate; constant by default.
+    """
+
+    def __init__(
+        self,
+        model: ImageTransformer,
+        optimizer: OptimizerFactory,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer_factory = optimizer
+        self.schedule = schedule
+        self.val_bits_per_dim = MeanMetric()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean bits/dim of a batch."""
+        images = batch["images"]
+        loss = self.model.bits_per_dim(images).mean()
+        self.log("train/bits_per_dim", loss, prog_bar=True, batch_size=len(images))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds the bits/dim of each image, so that every image weighs the same."""
+        images = batch["images"]
+        self.val_bits_per_dim.update(self.model.bits_per_dim(images))
+        self.log(
+            "val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images)
+        )
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer, and the schedule stepped with it."""
+        optimizer = self.optimizer_factory(self.model.parameters())
+        if self.schedule is None:
+            return optimizer
+        schedule, progress = self.schedule, training_progress(self.trainer)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: schedule.factor(progress(step))
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

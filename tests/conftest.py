@@ -1,0 +1,76 @@
+"""What all tests share: shape checks, no network, no settings of the machine's owner."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Tensors in tests are small: threads would only get in each other's way. Read when torch is
+# imported, and inherited by the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# Checks every annotation of the package, shapes and dtypes included, whenever a function is called.
+# It must stand before the first import of the package. An int will do where a float is expected, as
+# it does for static checkers.
+install_import_hook(
+    "imagegen", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder with real data (MNIST/raw, JPEG images), named by IMAGEGEN_SHARED_DATA."""
+    folder = os.environ.get("IMAGEGEN_SHARED_DATA")
+    if not folder:
+        pytest.skip("needs real data: IMAGEGEN_SHARED_DATA is not set")
+    path = Path(folder)
+    assert path.is_dir(), f"IMAGEGEN_SHARED_DATA names {folder}, which is not a folder"
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No login, settings or runs of this machine's user are read or written."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("WANDB_"):
+                patch.delenv(name)
+        for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, str(home / name.lower()))
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("NETRC", str(home / "netrc"))
+        patch.setenv("HOME", str(home))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_network() -> Iterator[None]:
+    """Connections to other machines fail; those within this one (wandb's own process) do not."""
+    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
+
+    def refuse_others(self: socket.socket, address: object) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            host = address[0] if isinstance(address, tuple) else address
+            if host not in ("127.0.0.1", "::1", "localhost"):
+                self.close()
+                raise AssertionError(f"a test tried to connect to {host}: tests need no network")
+
+    def guarded_connect(self: socket.socket, address: object) -> None:
+        refuse_others(self, address)
+        return connect(self, address)  # type: ignore[arg-type]
+
+    def guarded_connect_ex(self: socket.socket, address: object) -> int:
+        refuse_others(self, address)
+        return connect_ex(self, address)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded_connect)
+        patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
+        yield
