@@ -48,11 +48,36 @@ def build(config: Mapping[str, Any], base: type[T], **kwargs: Any) -> T:
     """
     options = {key: value for key, value in config.items() if key != "_target_"}
     cls = resolve_target(config.get("_target_"), base)
-    try:
-        inspect.signature(cls).bind(**options, **kwargs)
-    except TypeError as error:
-        known = [name for name in inspect.signature(cls).parameters if name != "context"]
+    known = _parameters(cls)
+    given = {**options, **kwargs}
+    unknown = [name for name in options if name not in known]
+    missing = [name for name, needed in known.items() if needed and name not in given]
+    if unknown or missing:
+        problem = f"does not know {unknown[0]}" if unknown else f"needs {missing[0]}"
+        offered = [name for name in known if name not in kwargs]
         raise UserError(
-            f"{cls.__name__} cannot be built: {error}; it takes {', '.join(known)}."
-        ) from error
-    return cls(**options, **kwargs)
+            f"{cls.__name__} {problem}; its options are {', '.join(offered) or 'none'}."
+        )
+    return cls(**given)
+
+
+def _parameters(cls: type) -> dict[str, bool]:
+    """Names that the constructor takes, and whether each must be given.
+
+    A constructor with **context passes what it does not know on to that of the class it extends.
+    """
+    names: dict[str, bool] = {}
+    for ancestor in cls.__mro__:
+        if "__init__" not in vars(ancestor):
+            continue
+        passes_on = False
+        for name, parameter in list(
+            inspect.signature(vars(ancestor)["__init__"]).parameters.items()
+        )[1:]:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                passes_on = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                names.setdefault(name, parameter.default is parameter.empty)
+        if not passes_on:
+            break
+    return names

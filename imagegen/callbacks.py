@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -162,6 +165,67 @@ class Report(Callback):
             if isinstance(callback, Timer):
                 parts.append(format_seconds(callback.time_elapsed()))
         pl_module.print("  ".join(parts))
+
+
+class ExactSteps(Callback):
+    """Makes a resumed run take the very steps that it would have taken.
+
+    The random numbers of a step (dropout) depend on the seed, the step and the process only, so
+    that they need no state; and metrics are logged under the number of optimizer steps done.
+
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Seed torch for this step, and count it rightly."""
+        # Lightning 2.6 keeps a second count for its loggers, and guesses on resuming whether the
+        # checkpoint was written before or after it was raised.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        place = [self.seed, trainer.global_step, batch_idx, trainer.global_rank]
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
+
+
+class Interruptible(Callback):
+    """Lets Ctrl-C take effect between two steps, so that none is lost or done twice on resuming.
+
+    A second Ctrl-C stops at once.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._before: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signal over, where that is possible."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop here if asked to."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signal back."""
+        self._give_back()
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
+        self._give_back()
+        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr)
+
+    def _give_back(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
 
 
 class StopWhole(Callback):

@@ -72,9 +72,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if path.is_file():
         return path
     if not path.exists():
-        raise UserError(
-            f"the checkpoint {path} does not exist; give a .ckpt file or a run folder."
-        )
+        raise UserError(f"the checkpoint {path} does not exist; give a .ckpt file or a run folder.")
     for candidate in _CANDIDATES:
         if (path / candidate).is_file():
             return path / candidate
@@ -164,7 +162,9 @@ def _read(path: Path, device: str | torch.device) -> Mapping[str, Any]:
         with open(path, "rb") as file:
             if file.read(4) != b"PK\x03\x04":
                 raise foreign
-        content = torch.load(path, map_location=device, weights_only=True, mmap=device == "cpu")
+        content = torch.load(
+            path, map_location=device, weights_only=True, mmap=str(device) == "cpu"
+        )
     except OSError as error:
         raise UserError(f"cannot read the checkpoint {path}: {error.strerror or error}.") from error
     except pickle.UnpicklingError as error:

@@ -7,17 +7,16 @@ shows the traceback instead. A refused command leaves nothing on disk.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import imagegen
 from imagegen.errors import UserError
+from imagegen.report import report
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,14 +27,6 @@ PROJECT_ROOT = Path(imagegen.__file__).resolve().parent.parent
 """The folder that holds conf/, data/ and outputs/."""
 
 VERSION_BASE = "1.3"
-_HINT = "IMAGEGEN_DEBUG=1 shows where"
-_DISK_ERRORS = {
-    getattr(errno, name)
-    for name in (
-        "ENOSPC EDQUOT EROFS EACCES EPERM ENOTDIR EISDIR EFBIG ENAMETOOLONG ELOOP EIO".split()
-    )
-    if hasattr(errno, name)
-}
 
 
 def register_resolvers() -> None:
@@ -96,6 +87,12 @@ def debugging() -> bool:
     return any(os.environ.get(name) == "1" for name in ("IMAGEGEN_DEBUG", "HYDRA_FULL_ERROR"))
 
 
+def is_first_process() -> bool:
+    """Whether this is the only or the first process of a run; the others share its folder."""
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+    return all(os.environ.get(name, "0") == "0" for name in ranks)
+
+
 def _run(
     main: Callable[[DictConfig], Any],
     config_name: str,
@@ -124,7 +121,7 @@ def _run(
         if debug:
             raise
         if error not in reported:
-            _report(error)
+            report(error)
         return 1
     return 0
 
@@ -149,7 +146,7 @@ def _run_hydra(
             except Exception as error:
                 if debug or isinstance(error, BrokenPipeError):
                     raise
-                _report(error, _job() if multirun else "")
+                report(error, _job() if multirun else "")
                 if multirun:  # The other jobs go on; Hydra raises the first error at the end.
                     reported.append(error)
                     raise
@@ -176,6 +173,7 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
     if elsewhere or args.shell_completion or args.hydra_help:
         return bool(args.multirun)
 
+    from imagegen.output import ensure_writable
     from imagegen.overrides import check_overrides, check_values
 
     with _hydra_ready():
@@ -185,9 +183,12 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
         if not (args.help or args.cfg or args.info):
             for config in configs:
                 check_values(config)
-            first = os.environ.get("LOCAL_RANK", "0") == "0"
-            if check is not None and first and not multirun:
-                check(configs[0], Path(configs[0].hydra.run.dir).absolute())
+            if is_first_process() and not multirun:
+                folder = Path(configs[0].hydra.run.dir).absolute()
+                if not folder.exists():
+                    ensure_writable(folder)
+                if check is not None:
+                    check(configs[0], folder)
     return multirun
 
 
@@ -232,75 +233,6 @@ def _job() -> str:
     from hydra.core.hydra_config import HydraConfig
 
     return " ".join(HydraConfig.get().overrides.task)
-
-
-def _report(error: BaseException, job: str = "") -> None:
-    """Print a user's mistake as a sentence, anything else as the traceback that it deserves."""
-    sentence = describe(error)
-    place = f" in the run with {job}" if job else ""
-    if sentence is None:
-        traceback.print_exception(error)
-        if place:
-            print(f"error{place}: see above", file=sys.stderr)
-    else:
-        print(f"error{place}: {sentence}", file=sys.stderr)
-
-
-def describe(error: BaseException) -> str | None:
-    """The sentence that tells a user what to mend, or None for what must be a bug."""
-    for cause in _causes(error):
-        if isinstance(cause, UserError):
-            return str(cause)
-    for cause in _causes(error):
-        kind, text = type(cause).__name__, " ".join(str(cause).split())
-        if kind == "MisconfigurationException":
-            if "backend found" in text or "gpu" in text.lower():
-                return f"no usable GPU: {text} Choose trainer=cpu, or trainer.devices to fit."
-            return f"the trainer refuses its settings: {text}"
-        if kind == "OutOfMemoryError":
-            return "the GPU's memory is full; choose a smaller batch_size or model."
-        if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
-            return _disk_sentence(cause)
-        if isinstance(cause, RuntimeError) and "PytorchStreamWriter failed" in text:
-            return f"cannot write a checkpoint{_below_run_folder()}; is the disk full?"
-    return _config_sentence(error)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
-def _disk_sentence(error: OSError) -> str:
-    reason = (error.strerror or str(error)).lower()
-    if error.filename is not None:
-        return f"cannot use {os.fspath(error.filename)}: {reason}."
-    return f"cannot write{_below_run_folder()}: {reason}."
-
-
-def _below_run_folder() -> str:
-    from hydra.core.hydra_config import HydraConfig
-
-    if not HydraConfig.initialized():
-        return ""
-    return f" below {HydraConfig.get().runtime.output_dir}"
-
-
-def _config_sentence(error: BaseException) -> str | None:
-    """A sentence for what Hydra refuses, and for options that a class refuses when it is built."""
-    from hydra.errors import HydraException, InstantiationException
-
-    from imagegen.overrides import plain
-
-    if isinstance(error, InstantiationException):
-        cause = error.__cause__
-        section = str(error).rpartition("full_key: ")[2].strip() if "full_key" in str(error) else ""
-        if isinstance(cause, (TypeError, ValueError)):
-            return f"{section or 'the configuration'} is refused: {plain(cause)} ({_HINT})."
-        return None
-    return f"{plain(error)}." if isinstance(error, HydraException) else None
 
 
 def _interrupted() -> int:

@@ -119,20 +119,20 @@ class Neighbourhood(InputEmbedding):
         for offset in neighbours:
             if len(offset) != 2 or not (offset[0] < 0 or (offset[0] == 0 and offset[1] < 0)):
                 raise UserError(
-                    f"model.embedding.neighbours has {list(offset)}, but each must be [row, column] "
-                    "of a pixel before the predicted one: row < 0, or row 0 and column < 0."
+                    f"model.embedding.neighbours has {list(offset)}, but each must be [row, column]"
+                    " of a pixel before the predicted one: row < 0, or row 0 and column < 0."
                 )
-        # A neighbour outside of every image would only ever be missing.
+        # The steps just before are seen across the end of a row too, so that no value waits to be
+        # seen. A neighbour outside of every image would only ever be missing.
+        previous = list(range(1, max(2, spec.channels)))
         pixels = [
             (row, column)
             for row, column in neighbours
-            if -row < spec.height and abs(column) < spec.width
+            if -row < spec.height
+            and abs(column) < spec.width
+            and self._lag(row, column) not in previous
         ]
-        lags = [(-row * spec.width - column) * spec.channels for row, column in pixels]
-        previous = [lag for lag in range(1, spec.channels) if lag not in lags]
-        lags += previous
-        if not lags:
-            pixels, lags = [(0, -1)], [spec.channels]
+        lags = [self._lag(row, column) for row, column in pixels] + previous
         self.lookback = max(lags)
         self.n_neighbours = len(lags)
         self.register_buffer("lags", torch.tensor(lags), persistent=False)
@@ -147,6 +147,10 @@ class Neighbourhood(InputEmbedding):
         self.channel = nn.Embedding(spec.channels, d_model)
         for embedding in (self.value, self.row, self.column, self.channel):
             nn.init.normal_(embedding.weight, std=d_model**-0.5)
+
+    def _lag(self, row: int, column: int) -> int:
+        """Steps from a neighbouring pixel to the predicted value, of the same channel."""
+        return (-row * self.raster.spec.width - column) * self.raster.spec.channels
 
     def _validity(
         self, pixels: Sequence[tuple[int, int]], previous: Sequence[int]
@@ -181,4 +185,3 @@ class Neighbourhood(InputEmbedding):
             + self.channel(step % spec.channels)
         )
         return value + self.number(torch.cat([number, flags], dim=-1)) + place
-

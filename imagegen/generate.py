@@ -21,7 +21,7 @@ from imagegen.model import ImageTransformer, ModelState
 DEFAULT_BATCH = 64
 
 # Matrix products round differently for a handful of rows than for many. Batches are filled up to
-# whole groups of this many rows, so that an image does not depend on which others are drawn with it.
+# whole groups of this many rows, so that an image does not depend on what is drawn beside it.
 ROW_GROUP = 16
 
 Progress = Callable[[float], None]

@@ -7,8 +7,8 @@ Axes: `b` batch, `h w c` height, width, channel, `n` position, `s` values a step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, UInt8
@@ -54,7 +54,7 @@ class ModelState:
         return ModelState(self.position, self.recent.clone(), layers)
 
     def repeat(self, times: int) -> ModelState:
-        """Fork the state: image i becomes images i * times to (i + 1) * times - 1, in new memory."""
+        """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
         layers = [layer.repeat(times) for layer in self.layers]
         return ModelState(self.position, self.recent.repeat_interleave(times, dim=0), layers)
 
@@ -118,7 +118,7 @@ class ImageTransformer(nn.Module):
 
     Args:
         spec: size, channels and levels of the images.
-        attention, head, embedding: plain dictionaries with a `_target_` of this package and options.
+        attention, head, embedding: plain dictionaries, a `_target_` of this package and options.
         n_layers, d_model, n_heads, head_dim, d_ff: sizes; head_dim is d_model / n_heads by default.
         dropout: share of activations zeroed in training.
         activation: `relu` or `gelu`, of the feed-forward layers.
@@ -203,7 +203,7 @@ class ImageTransformer(nn.Module):
             dtype=torch.uint8,
             device=device,
         )
-        layers = [block.attention.initial_state(batch_size) for block in self.blocks]
+        layers = [block.attention.initial_state(batch_size) for block in self._blocks()]
         return ModelState(0, recent, layers)
 
     def prefill(
@@ -242,10 +242,13 @@ class ImageTransformer(nn.Module):
             recent = torch.cat([recent[:, 1:], values.unsqueeze(1)], dim=1)
         x = self.dropout(self.embedding(recent, state.position)).squeeze(1)
         layers = []
-        for block, layer in zip(self.blocks, state.layers, strict=True):
+        for block, layer in zip(self._blocks(), state.layers, strict=True):
             x, layer = block.step(x, layer)
             layers.append(layer)
         return self.head(self.norm(x)), ModelState(state.position + 1, recent, layers)
+
+    def _blocks(self) -> Iterator[Block]:
+        return cast(Iterator[Block], iter(self.blocks))
 
     def _padded(self, sequence: Tensor) -> Tensor:
         batch, _, values = sequence.shape
@@ -258,7 +261,7 @@ class ImageTransformer(nn.Module):
     ) -> tuple[Tensor, list[AttentionState]]:
         x = self.dropout(self.embedding(window, start))
         layers = []
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self._blocks()):
             x, layer = block(x, states[index] if states else None)
             layers.append(layer)
         return self.head(self.norm(x)), layers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from einops import rearrange
-from jaxtyping import Int, UInt8
+from jaxtyping import Integer, UInt8
 from torch import Tensor
 
 from imagegen.spec import ImageSpec
@@ -35,7 +35,7 @@ class Raster:
         """Levels of images, in the order of the steps. Takes the first rows of an image as well."""
         return rearrange(images, "b h w c -> b (h w c) 1")
 
-    def to_images(self, sequence: Int[Tensor, "b n s"]) -> UInt8[Tensor, "b h w c"]:
+    def to_images(self, sequence: Integer[Tensor, "b n s"]) -> UInt8[Tensor, "b h w c"]:
         """The inverse of `to_sequence`."""
         spec = self.spec
         images = rearrange(sequence, "b (h w c) 1 -> b h w c", w=spec.width, c=spec.channels)

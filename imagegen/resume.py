@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagegen.cli import PROJECT_ROOT
+from imagegen.cli import PROJECT_ROOT, is_first_process
 from imagegen.errors import UserError
 
 LAST = Path("checkpoints", "last.ckpt")
@@ -112,7 +112,8 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
     """Keep a run folder for this process alone while the block runs.
 
     Two runs that started in the same second, or a run resumed while it still goes on, would
-    otherwise write to the same files. The lock ends with the process, however that ends.
+    otherwise write to the same files. The lock ends with the process, however that ends. Further
+    processes of a distributed run need none.
 
     Args:
         folder: the run folder, which exists.
@@ -121,6 +122,9 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
     Raises:
         UserError: if another process holds the folder, or a fresh run would overwrite another.
     """
+    if not is_first_process():
+        yield
+        return
     refuse_used_folder({"resume": True if resuming else None}, folder)
     lock = _lock(folder)
     try:

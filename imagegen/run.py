@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shlex
@@ -19,10 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar, Timer
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.build import build
-from imagegen.callbacks import Rates, format_seconds
+from imagegen.callbacks import ExactSteps, Interruptible, Rates, format_seconds
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
@@ -32,6 +34,23 @@ from imagegen.model import ImageTransformer
 from imagegen.output import write_atomic
 from imagegen.resume import claim_run_folder, quote
 from imagegen.training import ImageModule
+
+
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Writes a checkpoint under a temporary name and renames it, so that none is ever half there.
+
+    Lightning's own way renames files of some file systems only, and leaves a truncated one on a
+    full disk.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save to `path`."""
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(path), buffer.getvalue())
 
 
 class Metadata(Callback):
@@ -70,6 +89,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
 
 def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any]:
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    # The folder of a run that goes on holds its checkpoints.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
     torch.set_float32_matmul_precision("high")
@@ -86,7 +107,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     module = ImageModule(model, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
 
-    trainer = _trainer(cfg, [Metadata(metadata, dataset)])
+    trainer = _trainer(cfg, [Metadata(metadata, dataset), ExactSteps(cfg.seed), Interruptible()])
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -147,7 +168,11 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback]) -> Trainer:
     if options.get("limit_val_batches") == 0:
         callbacks = [c for c in callbacks if not (isinstance(c, ModelCheckpoint) and c.monitor)]
     trainer: Trainer = instantiate(
-        options, callbacks=callbacks, logger=False, enable_progress_bar=progress
+        options,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=progress,
+        plugins=[AtomicCheckpoints()],
     )
     return trainer
 
@@ -162,7 +187,10 @@ def _duration(text: str | None) -> timedelta | None:
             f"trainer.max_time={text} must be days:hours:minutes:seconds, such as 00:00:30:00."
         )
     days, hours, minutes, seconds = map(int, parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if not duration:
+        raise UserError(f"trainer.max_time={text} leaves no time to train; give at least a second.")
+    return duration
 
 
 @rank_zero_only
@@ -170,9 +198,7 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
 
 
-def _summary(
-    trainer: Trainer, folder: Path, parameters: int, finished: bool
-) -> dict[str, Any]:
+def _summary(trainer: Trainer, folder: Path, parameters: int, finished: bool) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "state": "finished" if finished else "interrupted",
         "best_bits_per_dim": None,
@@ -222,6 +248,8 @@ def _say_result(summary: Mapping[str, Any], folder: Path) -> None:
     from rich.table import Table
 
     table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     best = summary["best_bits_per_dim"]
     rows = {
         "best validation": "none" if best is None else f"{best:.4f} bits/dim",
@@ -235,6 +263,8 @@ def _say_result(summary: Mapping[str, Any], folder: Path) -> None:
         table.add_row(name, value)
     Console().print(table)
     run = _shown(folder)
+    if not (folder / "checkpoints").is_dir():
+        return
     print(
         "next:\n"
         f"  python sample.py ckpt={run} n=64\n"

@@ -40,8 +40,8 @@ class ImageSpec:
             raise UserError(f"image levels is {self.levels}, but it must lie between 2 and 256.")
         if self.dims > MAX_DIMS:
             raise UserError(
-                f"images of {self.height}x{self.width}x{self.channels} have {self.dims} dimensions, "
-                f"but at most {MAX_DIMS} are supported; choose a smaller size."
+                f"images of {self.height}x{self.width}x{self.channels} have {self.dims} "
+                f"dimensions, but at most {MAX_DIMS} are supported; choose a smaller size."
             )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pytorch_lightning import LightningModule
@@ -17,6 +17,7 @@ from imagegen.schedules import training_progress
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """Says how the learning rate moves; see `imagegen.schedules`."""
 
@@ -28,7 +29,7 @@ class Schedule(Protocol):
 class ImageModule(LightningModule):
     """Trains an `ImageTransformer` by maximum likelihood.
 
-    The loss is bits/dim: the negative log2-likelihood, averaged over all dimensions and over images.
+    The loss is bits/dim: the negative log2-likelihood, averaged over dimensions and images.
 
     Args:
         model: the network.
@@ -59,9 +60,7 @@ class ImageModule(LightningModule):
         """Adds the bits/dim of each image, so that every image weighs the same."""
         images = batch["images"]
         self.val_bits_per_dim.update(self.model.bits_per_dim(images))
-        self.log(
-            "val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images)
-        )
+        self.log("val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images))
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped with it."""

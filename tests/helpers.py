@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from imagegen.build import build
 from imagegen.checkpoint import KEY, make_metadata
+from imagegen.cli import compose
 from imagegen.data.base import ImageDataset
 from imagegen.model import ImageTransformer
+from imagegen.sampling import run
 from imagegen.spec import ImageSpec
 
 DIGITS = {"_target_": "imagegen.data.digits.Digits"}
@@ -47,3 +52,50 @@ def save_tiny_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, path)
     return path
+
+
+def write_image(path: Path, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """A random image, as written."""
+    image = np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path)
+    return image
+
+
+def sample(ckpt: Path, out: Path, *overrides: str) -> Path:
+    """Run `sample.py` with these options."""
+    return run(compose("sample", [f"ckpt={ckpt}", f"out={out}", "device=cpu", *overrides]))
+
+
+def read(path: Path) -> np.ndarray:
+    """A PNG as "h w c"."""
+    with Image.open(path) as image:
+        array = np.array(image)
+    return array[..., None] if array.ndim == 2 else array
+
+
+def read_images(out: Path) -> dict[str, np.ndarray]:
+    return {path.name: read(path) for path in sorted((out / "images").iterdir())}
+
+
+def manifest(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "manifest.json").read_text())
+    return found
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def save_colour_checkpoint(folder: Path) -> Path:
+    """A checkpoint of an untrained model of images of 4x6, 3 channels, 256 levels, and its data."""
+    for i in range(10):
+        write_image(folder / "photos" / f"{i}.png", (4, 6, 3), seed=i)
+    dataset = {
+        "_target_": "imagegen.data.image_folder.ImageFolder",
+        "root": str(folder / "photos"),
+        "size": [4, 6],
+        "channels": 3,
+        "cache": str(folder / "cache"),
+    }
+    return save_tiny_checkpoint(folder / "tiny.ckpt", dataset=dataset)

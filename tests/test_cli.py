@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 import imagegen
 from imagegen import cli
 from imagegen.errors import UserError
+from imagegen.report import describe
 
 CONF = {
     "train.yaml": """
@@ -250,8 +251,13 @@ def test_full_disk(project: Path, run: Callable[..., Any]) -> None:
 
 def test_unwritable_run_folder(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    status, _, err = run(f"hydra.run.dir={tmp_path}/file/run")
-    assert (status, err) == (1, f"error: cannot use {tmp_path}/file/run: not a directory.\n")
+    for folder, reason in (
+        (tmp_path / "file" / "run", "not a directory"),
+        ("/proc/run", "no such"),
+    ):
+        status, out, err = run(f"hydra.run.dir={folder}")
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(f"error: cannot write {folder}: {reason}")
 
 
 def test_failed_job_fails_the_multirun(project: Path, run: Callable[..., Any]) -> None:
@@ -323,13 +329,16 @@ def test_causes_are_found() -> None:
     misconfiguration = type("MisconfigurationException", (Exception,), {})
     outer = InstantiationException("Error in call to target")
     outer.__cause__ = misconfiguration("No supported gpu backend found!")
-    assert "trainer=cpu" in str(cli.describe(outer))
+    assert "trainer=cpu" in str(describe(outer))
     outer.__cause__ = UserError("mend it.")
-    assert cli.describe(outer) == "mend it."
+    assert describe(outer) == "mend it."
     outer.__cause__ = KeyError("a bug")
-    assert cli.describe(outer) is None
-    assert cli.describe(FileNotFoundError(2, "no such file", "x")) is None
-    assert "full" in str(cli.describe(RuntimeError("PytorchStreamWriter failed writing file")))
+    assert describe(outer) is None
+    assert describe(PermissionError(13, "Permission denied", "x")) == (
+        "cannot use x: permission denied."
+    )
+    assert describe(FileNotFoundError(2, "no such file", "x")) is None
+    assert "full" in str(describe(RuntimeError("PytorchStreamWriter failed writing file")))
 
 
 def test_nothing_heavy_is_imported(project: Path) -> None:

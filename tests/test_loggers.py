@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from imagegen.errors import UserError
 from imagegen.loggers import (
-    MetricsFile,
     build_loggers,
     close_loggers,
     log_images,
     logger_state,
 )
+from imagegen.metrics_file import MetricsFile
 
 WANDB = {"_target_": "imagegen.loggers.wandb_logger", "project": "p", "log_model": False}
 TENSORBOARD = {"_target_": "imagegen.loggers.tensorboard_logger"}
@@ -259,11 +260,15 @@ def read_wandb(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("run-*.wandb")
+    # wandb's own process may write the last of it a moment after the run has finished.
+    for _ in range(100):
+        records = [wandb_internal_pb2.Record.FromString(r) for r in log_records(file.read_bytes())]
+        if any(record.HasField("exit") for record in records):
+            break
+        time.sleep(0.1)
     config: dict[str, Any] = {}
     history = []
-    for data in log_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in records:
         for updates in (record.run.config.update, record.config.update):
             config.update({item.key: json.loads(item.value_json) for item in updates if item.key})
         if record.HasField("history"):

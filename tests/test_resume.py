@@ -157,12 +157,16 @@ def test_used_folder(tmp_path: Path, name: str) -> None:
         pytest.fail("must not start")
 
 
-def test_one_run_at_a_time(tmp_path: Path) -> None:
+def test_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fcntl")
     with claim_run_folder(tmp_path, resuming=False):
         with pytest.raises(UserError, match="another run"):
             with claim_run_folder(tmp_path, resuming=True):
                 pytest.fail("must not start")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with claim_run_folder(tmp_path, resuming=False):
+            pass
+        monkeypatch.delenv("LOCAL_RANK")
     with claim_run_folder(tmp_path, resuming=True):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -34,7 +34,7 @@ class AttentionState:
         return self._map(torch.Tensor.clone)
 
     def repeat(self: Self, times: int) -> Self:
-        """Fork the state: image i becomes images i * times to (i + 1) * times - 1, in new memory."""
+        """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
         return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def _fields(self) -> dict[str, Any]:
@@ -42,7 +42,9 @@ class AttentionState:
 
     def _map(self: Self, function: Any) -> Self:
         changed = {
-            name: function(value) for name, value in self._fields().items() if isinstance(value, Tensor)
+            name: function(value)
+            for name, value in self._fields().items()
+            if isinstance(value, Tensor)
         }
         return dataclasses.replace(self, **changed)
 

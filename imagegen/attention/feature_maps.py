@@ -17,7 +17,8 @@ def elu(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
     Written without the cancellation of (exp(x) - 1) + 1, which loses strongly negative inputs in
     low precision, and so that neither part can overflow under the other's gradient.
     """
-    return torch.relu(x) + x.clamp(max=0).exp()
+    positive = torch.relu(x)
+    return positive + (x - positive).exp()
 
 
 def relu(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 
@@ -34,7 +34,7 @@ class OutputHead(nn.Module, ABC):
 
     @abstractmethod
     def log_prob(
-        self, parameters: Float[Tensor, "*batch p"], value: Int[Tensor, "*batch"]
+        self, parameters: Float[Tensor, "*batch p"], value: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch"]:
         """Natural logarithm of the probability of the level `value`, 0 to levels - 1."""
 
@@ -50,7 +50,7 @@ class OutputHead(nn.Module, ABC):
         parameters: Float[Tensor, "b p"],
         uniforms: Float[Tensor, "b u"],
         temperature: float,
-    ) -> Int[Tensor, "b"]:
+    ) -> Integer[Tensor, "b"]:
         """`sample` for a positive temperature."""
 
     def sample(
@@ -58,8 +58,8 @@ class OutputHead(nn.Module, ABC):
         parameters: Float[Tensor, "b p"],
         uniforms: Float[Tensor, "b u"],
         temperature: float = 1.0,
-    ) -> Int[Tensor, "b"]:
-        """Draw one level for each row, by inversion, from exactly the distribution `log_prob` scores.
+    ) -> Integer[Tensor, "b"]:
+        """Draw a level for each row, by inversion, from exactly what `log_prob` scores.
 
         Args:
             parameters: as `forward` gives them.
@@ -77,7 +77,7 @@ class OutputHead(nn.Module, ABC):
 
 def invert_cumulative(
     logits: Float[Tensor, "b k"], uniform: Float[Tensor, "b"]
-) -> Int[Tensor, "b"]:
+) -> Integer[Tensor, "b"]:
     """Draw an index from softmax(logits) by inverting its cumulative sum."""
     cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
     # Scaled by the total, which rounding may leave a little off 1, so that no index lies beyond.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from imagegen.heads.base import OutputHead, invert_cumulative
@@ -23,7 +23,7 @@ class Categorical(OutputHead):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def log_prob(
-        self, parameters: Float[Tensor, "*batch p"], value: Int[Tensor, "*batch"]
+        self, parameters: Float[Tensor, "*batch p"], value: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch"]:
         log_probabilities = self.log_probabilities(parameters)
         return log_probabilities.gather(-1, value.long().unsqueeze(-1)).squeeze(-1)
@@ -38,5 +38,5 @@ class Categorical(OutputHead):
         parameters: Float[Tensor, "b p"],
         uniforms: Float[Tensor, "b u"],
         temperature: float,
-    ) -> Int[Tensor, "b"]:
+    ) -> Integer[Tensor, "b"]:
         return invert_cumulative(parameters / temperature, uniforms[:, 0])

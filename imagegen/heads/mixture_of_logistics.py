@@ -10,7 +10,7 @@ import math
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,15 +51,16 @@ class MixtureOfLogistics(OutputHead):
         return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
 
     def log_prob(
-        self, parameters: Float[Tensor, "*batch p"], value: Int[Tensor, "*batch"]
+        self, parameters: Float[Tensor, "*batch p"], value: Integer[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch"]:
         logits, means, log_scales = self._split(parameters)
-        value = value.unsqueeze(-1)
+        value = value.unsqueeze(-1).to(means.dtype)
         half_bin = 1 / (self.levels - 1)
         inverse_scales = (-log_scales).exp()
-        centred = value * (2 * half_bin) - 1 - means
-        upper = (centred + half_bin) * inverse_scales
-        lower = (centred - half_bin) * inverse_scales
+        # The edge between two bins is computed alike from both sides: what one bin loses by
+        # rounding, its neighbour gains, and the sum stays 1.
+        upper = ((2 * value + 1) * half_bin - 1 - means) * inverse_scales
+        lower = ((2 * value - 1) * half_bin - 1 - means) * inverse_scales
         # log(sigmoid(a) - sigmoid(b)) = log sigmoid(a) + log sigmoid(-b) + log(1 - exp(b - a)),
         # where a - b = 2 half_bin / scale exactly. The top level's bin has sigmoid(a) = 1 and the
         # bottom level's has sigmoid(b) = 0, so each of them keeps one of the first two terms.
@@ -86,7 +87,7 @@ class MixtureOfLogistics(OutputHead):
         parameters: Float[Tensor, "b p"],
         uniforms: Float[Tensor, "b u"],
         temperature: float,
-    ) -> Int[Tensor, "b"]:
+    ) -> Integer[Tensor, "b"]:
         logits, means, log_scales = self._split(parameters)
         component = invert_cumulative(logits / temperature, uniforms[:, 0]).unsqueeze(-1)
         mean = means.gather(-1, component).squeeze(-1)

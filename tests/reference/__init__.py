@@ -1,0 +1,1 @@
+"""Slow, literal versions of the equations, in float64: what the fast forms are measured against."""

@@ -1,0 +1,261 @@
+"""Training runs through the command line: what they leave behind, and going on with them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pytorch_lightning import Callback
+
+import train
+from imagegen.checkpoint import load_checkpoint
+from imagegen.data.digits import Digits
+
+SMALL = [
+    "model.n_layers=1",
+    "model.d_model=16",
+    "model.n_heads=2",
+    "model.d_ff=16",
+    "trainer=cpu",
+    "logger=none",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=6",
+    "trainer.limit_val_batches=1",
+    "trainer.log_every_n_steps=2",
+    "callbacks.grids.n_samples=4",
+    "callbacks.grids.n_completed=2",
+    "callbacks.grids.completions=2",
+]
+
+
+class Interrupt(Callback):
+    """Presses Ctrl-C after the third step of the second epoch, once."""
+
+    armed = False
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 9 and Interrupt.armed:
+            Interrupt.armed = False
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    try:
+        train.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(folder / "checkpoints/last.ckpt").model.state_dict()
+
+
+def test_a_run_leaves_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    status = _train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "seed=3")
+    printed = capsys.readouterr().out
+    assert status == 0
+    summary = json.loads((run / "summary.json").read_text())
+    loaded = load_checkpoint(run)
+    assert loaded.path == run / "checkpoints/best.ckpt"
+    assert summary["state"] == "finished"
+    assert summary["steps"] == 12
+    assert summary["epochs"] == 2
+    assert summary["seconds"] > 0
+    assert summary["best_checkpoint"] == "checkpoints/best.ckpt"
+    assert summary["parameters"] == sum(p.numel() for p in loaded.model.parameters())
+    assert loaded.metadata["config"]["seed"] == 3
+    assert "seed=3" in loaded.metadata["overrides"]
+    assert (run / "config.yaml").exists()
+
+    rows = _rows(run)
+    steps = [int(row["step"]) for row in rows]
+    assert steps == sorted(set(steps))
+    for name in ("train/bits_per_dim", "train/gradient_norm", "train/images_per_second"):
+        assert sum(float(row[name]) > 0 for row in rows if row[name]) == 6
+    validated = [float(row["val/bits_per_dim"]) for row in rows if row["val/bits_per_dim"]]
+    assert len(validated) == 2
+    assert min(validated) == pytest.approx(summary["best_bits_per_dim"])
+
+    pictures = sorted(path.name for path in (run / "samples").iterdir())
+    assert pictures == [
+        "step-0000006-completions.png",
+        "step-0000006-samples.png",
+        "step-0000012-completions.png",
+        "step-0000012-samples.png",
+    ]
+    # The completions' first column holds validation images, stretched to 0..255 and enlarged x4.
+    grid = np.asarray(Image.open(run / "samples" / pictures[0]))
+    first = np.round(Digits().split("val").images[0, :, :, 0] * (255 / 16)).astype(np.uint8)
+    assert np.array_equal(grid[2:34:4, 2:34:4], first)
+
+    assert f"{summary['best_bits_per_dim']:.4f} bits/dim" in printed
+    assert f"python sample.py ckpt={run} n=64" in printed
+
+
+def test_the_best_score_is_that_of_the_best_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    assert _train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "eval_batch_size=50") == 0
+    images = torch.from_numpy(Digits().split("val").images[:50])
+    with torch.no_grad():
+        score = load_checkpoint(run).model.bits_per_dim(images).double().mean().item()
+    best = json.loads((run / "summary.json").read_text())["best_bits_per_dim"]
+    assert score == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("head", ["mixture_of_logistics", "categorical"])
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_attentions_and_heads_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, head: str
+) -> None:
+    run = tmp_path / "run"
+    status = _train(
+        monkeypatch,
+        *SMALL,
+        f"attention={attention}",
+        f"head={head}",
+        "trainer.max_epochs=5",
+        "optimizer.lr=0.01",
+        "callbacks.grids.every=5",
+        f"hydra.run.dir={run}",
+    )
+    assert status == 0
+    scores = [float(row["val/bits_per_dim"]) for row in _rows(run) if row["val/bits_per_dim"]]
+    assert scores[-1] < scores[0] < 4.2
+    assert len(list((run / "samples").iterdir())) == 2
+
+
+def _continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *limits: tuple[str, ...]
+) -> tuple[Path, Path]:
+    """An uninterrupted run, and one that was stopped after each of `limits` but the last."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    shared = [*SMALL, "scheduler=constant", "model.dropout=0.2", "trainer.log_every_n_steps=1"]
+    assert _train(monkeypatch, *shared, *limits[-1], f"hydra.run.dir={whole}") == 0
+    _train(monkeypatch, *shared, *limits[0], f"hydra.run.dir={parts}")
+    for limit in limits[1:]:
+        assert _train(monkeypatch, *limit, f"resume={parts}") == 0
+    return whole, parts
+
+
+def _assert_same_run(whole: Path, parts: Path) -> None:
+    for row, expected in zip(_rows(parts), _rows(whole), strict=True):
+        for name in ("step", "epoch", "train/bits_per_dim", "val/bits_per_dim", "lr-AdamW"):
+            assert row[name] == expected[name], (expected["step"], name)
+    resumed = _weights(parts)
+    assert all(torch.equal(resumed[name], value) for name, value in _weights(whole).items())
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = _continued(
+        tmp_path,
+        monkeypatch,
+        ("trainer.max_epochs=1",),
+        ("trainer.max_epochs=2",),
+        ("trainer.max_epochs=3",),
+    )
+    _assert_same_run(whole, parts)
+    assert json.loads((parts / "summary.json").read_text())["steps"] == 18
+
+
+def test_an_interrupted_run_goes_on_in_the_middle_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupt = ("+callbacks.interrupt._target_=tests.test_run.Interrupt",)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    shared = [*SMALL, "scheduler=constant", "trainer.log_every_n_steps=1"]
+    assert _train(monkeypatch, *shared, f"hydra.run.dir={whole}") == 0
+    Interrupt.armed = True
+    assert _train(monkeypatch, *shared, *interrupt, f"hydra.run.dir={parts}") == 130
+    assert f"to continue: python train.py resume={parts}" in capfd.readouterr().err
+    assert json.loads((parts / "summary.json").read_text())["state"] == "interrupted"
+    assert _train(monkeypatch, f"resume={parts}") == 0
+    _assert_same_run(whole, parts)
+    assert json.loads((parts / "summary.json").read_text())["state"] == "finished"
+
+
+def test_steps_and_time_end_a_run_with_a_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = [*SMALL, "trainer.max_epochs=-1", "callbacks.grids.every=1000"]
+    for name, limit in (("steps", "trainer.max_steps=8"), ("time", "trainer.max_time=00:00:00:01")):
+        run = tmp_path / name
+        assert _train(monkeypatch, *endless, limit, f"hydra.run.dir={run}") == 0
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["steps"] == 8 if name == "steps" else summary["steps"] > 8
+        assert _rows(run)[-1]["val/bits_per_dim"]
+        rates = [float(row["lr-AdamW"]) for row in _rows(run) if row["lr-AdamW"]]
+        assert rates[-1] < 0.5 * max(rates)
+        assert summary["best_bits_per_dim"] is not None
+        assert (run / "checkpoints/last.ckpt").exists()
+
+
+def test_bad_resumes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert _train(monkeypatch, *SMALL, "trainer.max_epochs=1", f"hydra.run.dir={run}") == 0
+    before = (run / "summary.json").read_text(), (run / "metrics.csv").read_text()
+    capfd.readouterr()
+    for arguments, sentence in (
+        ([f"resume={run}"], "has come to its end already (trainer.max_epochs=1)"),
+        ([f"resume={run}", "model.n_layers=2"], "n_layers differ"),
+        ([f"resume={run}", "attention=softmax"], "attention differ"),
+        ([f"resume={tmp_path / 'nothing'}"], "does not exist"),
+        ([f"hydra.run.dir={run}", *SMALL], "of an earlier run"),
+    ):
+        assert _train(monkeypatch, *arguments) == 1
+        error = capfd.readouterr().err
+        assert sentence in error
+        assert "Traceback" not in error
+    assert (run / "metrics.csv").read_text() == before[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("batch_size=0", "batch_size=0"),
+        ("model.n_layers=0", "model.n_layers=0"),
+        ("trainer.max_time=00:00:00:00", "leaves no time to train"),
+        ("trainer.max_time=1h", "trainer.max_time=1h must be days:hours:minutes:seconds"),
+        ("attention.feature_map=elo", "choose one of elu, relu"),
+        ("dataset=image_folder", "dataset.root"),
+        ("model.n_heads=3", "n_heads=3 does not divide d_model=16"),
+    ],
+)
+def test_bad_settings_are_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    override: str,
+    sentence: str,
+) -> None:
+    run = tmp_path / "run"
+    assert _train(monkeypatch, *SMALL, override, f"hydra.run.dir={run}") == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert sentence in error
+    assert not (run / "checkpoints").exists()
