@@ -160,16 +160,18 @@ def _read(path: Path, device: str | torch.device) -> Mapping[str, Any]:
     )
     try:
         with open(path, "rb") as file:
-            if file.read(4) != b"PK\x03\x04":
-                raise foreign
+            beginning = file.read(4)
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {path}: {error.strerror or error}.") from error
+    if beginning != b"PK\x03\x04":
+        raise foreign
+    try:
         content = torch.load(
             path, map_location=device, weights_only=True, mmap=str(device) == "cpu"
         )
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error.strerror or error}.") from error
     except pickle.UnpicklingError as error:
         raise foreign from error
-    except (RuntimeError, EOFError, ValueError, zipfile.BadZipFile, KeyError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
         if zipfile.is_zipfile(path):
             raise foreign from error
         raise UserError(

@@ -102,7 +102,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     resumed = _resume_state(cfg.resume, described, dataset)
     # The run folder's name is no part of what a model is.
     kept = [text for text in overrides if not text.startswith("resume=")]
-    metadata = make_metadata(dataset.spec, described, config["dataset"], config, kept)
+    metadata = make_metadata(dataset.spec, described, _placed(config["dataset"]), config, kept)
     model = ImageTransformer(dataset.spec, **described)
     module = ImageModule(model, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
@@ -131,6 +131,12 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
         )
     _say_result(summary, folder)
     return summary
+
+
+def _placed(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    """The data set's options, with folders that do not depend on the working directory."""
+    folders = {key: dataset[key] for key in ("root", "cache") if dataset.get(key) is not None}
+    return {**dataset, **{key: str(Path(f).expanduser().absolute()) for key, f in folders.items()}}
 
 
 def _resume_state(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imagegen.attention.base import CausalAttention
 from imagegen.build import build
-from tests.reference.attention import reference
+from tests.reference import reference
 
 CONF = Path(__file__).parents[2] / "conf" / "attention"
 VARIANTS: dict[str, list[dict[str, Any]]] = {
