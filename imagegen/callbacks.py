@@ -180,6 +180,12 @@ class ExactSteps(Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the data order go on where the checkpoint left it."""
+        # Lightning 2.6 restores its loaders when it makes them, which is before it reads the
+        # checkpoint if the schedule has asked for the number of steps.
+        trainer.fit_loop._load_combined_loader_states()
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
