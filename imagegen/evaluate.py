@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from imagegen.model import ImageTransformer
 
 SPLITS = ("train", "val", "test")
-POSITIONS = 1 << 17
-"""Dimensions scored together by default."""
+POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
+"""Dimensions scored together by default: few enough for a CPU's cache, enough to fill a GPU."""
 
 
 def score_images(
@@ -50,8 +50,8 @@ def score_images(
     """
     import torch
 
-    batch_size = batch_size or max(1, POSITIONS // model.spec.dims)
     device = next(model.parameters()).device
+    batch_size = batch_size or max(1, POSITIONS.get(device.type, 1 << 14) // model.spec.dims)
     scores = np.empty(len(images), dtype=np.float64)
     training = model.training
     model.eval()
