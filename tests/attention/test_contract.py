@@ -17,6 +17,8 @@ from tests.reference import reference
 
 CONF = Path(__file__).parents[2] / "conf" / "attention"
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "delta": [{}, {"conv_size": 0, "output_norm": False, "chunk_size": 7}, {"output_gate": True}],
+    "gated_delta": [{}, {"gate": "channel"}, {"gate": "channel", "chunk_size": 7, "conv_size": 1}],
     "linear": [{"feature_map": "elu"}, {"feature_map": "relu"}, {"chunk_size": 7}],
 }
 LENGTHS = [1, 63, 64, 65, 784]
