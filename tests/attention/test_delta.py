@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -202,8 +201,8 @@ def test_short_convolution_goes_on_from_its_last_inputs() -> None:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def model(request: pytest.FixtureRequest) -> Iterator[ImageTransformer]:
-    yield tiny_model(
+def model(request: pytest.FixtureRequest) -> ImageTransformer:
+    return tiny_model(
         SPEC,
         attention=KINDS[request.param],
         embedding={"_target_": "imagegen.embedding.Neighbourhood"},
