@@ -43,7 +43,8 @@ class DeltaNet(CausalAttention[DeltaState]):
     that comes again overwrites instead of adding to a growing sum.
 
     Args:
-        conv_size: taps of the short convolution of queries, keys and values; 0 for none.
+        expand_v: value features of a head, as a multiple of head_dim.
+        conv_size: positions that the short convolution of queries, keys and values sees; 0: none.
         output_norm: whether an RMSNorm over each head's features follows.
         output_gate: whether the outputs are multiplied by SiLU(W x_t) after the norm.
         norm_eps: added to the mean square in the RMSNorm.
@@ -51,7 +52,8 @@ class DeltaNet(CausalAttention[DeltaState]):
         context: see `CausalAttention`.
 
     Raises:
-        UserError: for a chunk size below one, a negative conv_size, or a norm_eps not above 0.
+        UserError: for a chunk size that is not a power of two, a negative conv_size, value features
+            that are not whole, or a norm_eps not above 0.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class DeltaNet(CausalAttention[DeltaState]):
         n_heads: int,
         head_dim: int | None = None,
         *,
+        expand_v: float = 1.0,
         conv_size: int = 4,
         output_norm: bool = True,
         output_gate: bool = False,
@@ -68,21 +71,28 @@ class DeltaNet(CausalAttention[DeltaState]):
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
-        if chunk_size < 1:
-            raise UserError(f"attention.chunk_size={chunk_size} must be at least 1.")
+        if chunk_size < 1 or chunk_size & (chunk_size - 1):
+            raise UserError(f"attention.chunk_size={chunk_size} must be a power of two.")
+        value_dim = expand_v * self.head_dim
+        if value_dim < 1 or value_dim != round(value_dim):
+            raise UserError(
+                f"attention.expand_v={expand_v} times head_dim={self.head_dim} must be a whole "
+                f"number of at least 1, but is {value_dim:g}; change one of the two."
+            )
         if not norm_eps > 0:
             raise UserError(f"attention.norm_eps={norm_eps} must be above 0.")
         self.chunk_size = chunk_size
-        inner = self.n_heads * self.head_dim
-        self.qkv = nn.Linear(d_model, 3 * inner, bias=False)
-        self.conv = ShortConvolution(3 * inner, conv_size)
+        self.value_dim = round(value_dim)
+        keys, values = self.n_heads * self.head_dim, self.n_heads * self.value_dim
+        self.qkv = nn.Linear(d_model, 2 * keys + values, bias=False)
+        self.conv = ShortConvolution(2 * keys + values, conv_size)
         self.beta = nn.Linear(d_model, self.n_heads, bias=False)
-        self.norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if output_norm else None
+        self.norm = nn.RMSNorm(self.value_dim, eps=norm_eps) if output_norm else None
         self.output_gate: nn.Module | None = (
-            nn.Linear(d_model, inner, bias=False) if output_gate else None
+            nn.Linear(d_model, values, bias=False) if output_gate else None
         )
         self.gate_activation: Callable[[Tensor], Tensor] = F.silu
-        self.out = nn.Linear(inner, d_model, bias=False)
+        self.out = nn.Linear(values, d_model, bias=False)
 
     def forward(
         self, x: Float[Tensor, "b n e"], state: DeltaState | None = None
@@ -112,10 +122,10 @@ class DeltaNet(CausalAttention[DeltaState]):
     def initial_state(self, batch_size: int) -> DeltaState:
         weight = self.qkv.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        shape = (batch_size, self.n_heads, self.head_dim, self.head_dim)
+        shape = (batch_size, self.n_heads, self.head_dim, self.value_dim)
         return DeltaState(
             torch.zeros(shape, dtype=dtype, device=weight.device),
-            self.conv.initial_inputs(batch_size, dtype, weight.device),
+            self.conv.initial_state(batch_size, dtype, weight.device),
         )
 
     def _log_decay(self, x: Float[Tensor, "*b e"]) -> Float[Tensor, "*b h a"] | None:
@@ -133,8 +143,12 @@ class DeltaNet(CausalAttention[DeltaState]):
         self, qkv: Float[Tensor, "b n f"], recent: Float[Tensor, "b r f"]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv, recent = self.conv(qkv, recent)
-        q, k, v = rearrange(
-            F.silu(qkv), "b n (three h f) -> three b n h f", three=3, h=self.n_heads
+        # The convolution ends in a SiLU of its own.
+        qkv = qkv if self.conv.size else F.silu(qkv)
+        keys = self.n_heads * self.head_dim
+        q, k, v = (
+            rearrange(t, "b n (h f) -> b n h f", h=self.n_heads)
+            for t in qkv.tensor_split((keys, 2 * keys), dim=-1)
         )
         return _unit(q), _unit(k), v, recent
 

@@ -24,6 +24,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from imagegen.attention.decay import decayed_scores, segment_sums
 
 DEFAULT_CHUNK = 64
 
@@ -60,18 +63,14 @@ def chunked_delta_rule(
         beta: writing strengths, 0 to 1.
         log_decay: logarithms of the decays, zero at most; None for no decay.
         s: state before the first position.
-        chunk_size: the longest chunk; the sequence is cut evenly into chunks no longer than this.
-            For decays of every feature (a > 1) chunks are as long as a power of two.
+        chunk_size: the longest chunk, a power of two.
 
     Returns:
         The outputs and the state after the last position.
     """
     length = q.shape[2]
-    n_chunks = math.ceil(length / chunk_size)
-    chunk = math.ceil(length / n_chunks)
-    if log_decay is not None and log_decay.shape[-1] > 1:
-        chunk = min(_power_of_two_from(chunk), _power_of_two_to(chunk_size))
-        n_chunks = math.ceil(length / chunk)
+    chunk = min(chunk_size, 2 ** (length - 1).bit_length())
+    n_chunks = math.ceil(length / chunk)
     # Padding writes nothing (beta and k are 0) and forgets nothing (the logarithm is 0).
     padding = (0, 0, 0, n_chunks * chunk - length)
 
@@ -80,24 +79,32 @@ def chunked_delta_rule(
 
     q, k, v, beta = chunks(q), chunks(k), chunks(v), chunks(beta.unsqueeze(-1))
     if log_decay is None:
-        k_by_k, q_by_k = (k @ k.mT).tril(-1), (q @ k.mT).tril()
-        k_from_start = k_to_end = k
-        q_from_start = q
+        k_by_k, q_by_k = k @ k.mT, (q @ k.mT).tril()
+        q_from_start, k_from_start, k_to_end = q, k, k
         chunk_decay = k.new_ones(1, 1, n_chunks, 1, 1)
     else:
-        products = _scalar_products if log_decay.shape[-1] == 1 else _channel_products
-        k_by_k, q_by_k, from_start, to_end = products(q, k, chunks(log_decay))
-        # The decays from the start of the chunk up to a position, and from there to its end.
+        log_decay = chunks(log_decay)
+        k_by_k, q_by_k, from_start, to_end = (
+            _scalar_products(q, k, log_decay)
+            if log_decay.shape[-1] == 1
+            # It passes through log2(chunk) decayed copies of q and k, which are made again for the
+            # backward pass rather than kept.
+            else checkpoint(
+                _channel_products, q, k, log_decay, use_reentrant=False, preserve_rng_state=False
+            )
+        )
         decay = from_start.exp()
         q_from_start, k_from_start, k_to_end = q * decay, k * decay, k * to_end.exp()
         chunk_decay = decay[:, :, :, -1].unsqueeze(-1)
 
+    # Transposed, the solver takes the matrices as they lie in memory.
     written, erased = torch.linalg.solve_triangular(
-        beta * k_by_k,
-        beta * torch.cat([v, k_from_start], dim=-1),
-        upper=False,
+        (beta * k_by_k).mT,
+        (beta * torch.cat([v, k_from_start], dim=-1)).mT,
+        upper=True,
+        left=False,
         unitriangular=True,
-    ).split([v.shape[-1], k.shape[-1]], dim=-1)
+    ).mT.split([v.shape[-1], k.shape[-1]], dim=-1)
 
     outputs = []
     # unbind, for its gradient is one stack: that of indexing would be a full tensor for each chunk.
@@ -132,77 +139,15 @@ def recurrent_delta_rule(
     return (q.unsqueeze(-2) @ s).squeeze(-2), s
 
 
-def _power_of_two_from(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def _scalar_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
+    """k_r^T G_ri k_i and q_r^T G_ri k_i for i <= r, and the logarithms summed from and to the ends."""
+    levels, from_start, to_end = segment_sums(log_decay)
+    ones = torch.ones_like(log_decay)
+    decay = decayed_scores(ones, ones, levels)
+    return k @ k.mT * decay, q @ k.mT * decay, from_start, to_end
 
 
-def _power_of_two_to(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
-
-
-def _scalar_products(
-    q: Float[Tensor, "b h c l d"],
-    k: Float[Tensor, "b h c l d"],
-    log_decay: Float[Tensor, "b h c l 1"],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Products of the positions of a chunk under a decay a head; see `_channel_products`.
-
-    The logarithms between two positions are summed, and not found as a difference of sums from the
-    start: after a strong decay that difference has lost its digits.
-    """
-    chunk = log_decay.shape[-2]
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).tril(-1)
-    # Column i holds the logarithms after position i, summed down to row r.
-    between = torch.where(later, log_decay, 0).cumsum(dim=-2).exp()
-    k_by_k = (k @ k.mT * between).tril(-1)
-    q_by_k = (q @ k.mT * between).tril()
-    return k_by_k, q_by_k, log_decay.cumsum(dim=-2), _sum_after(log_decay)
-
-
-def _channel_products(
-    q: Float[Tensor, "b h c l d"],
-    k: Float[Tensor, "b h c l d"],
-    log_decay: Float[Tensor, "b h c l d"],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Products of the positions of a chunk under a decay of every feature.
-
-    The decay between two positions no longer factors out of their product, and exp of sums from the
-    start cannot be divided without overflow. So blocks are joined in pairs, from single positions
-    up to the chunk: between the halves of a block the decay is that from the key to the middle
-    times that from the middle to the query, both at most one.
-
-    Returns:
-        k_r^T G_ri k_i for i < r and q_r^T G_ri k_i for i <= r ("b h c l l"), the sum of the
-        logarithms from the start of the chunk up to each position, and that after it to the end
-        ("b h c l d").
-    """
-    up_to, after = log_decay, torch.zeros_like(log_decay)
-    # The products of a block with itself, "b h c blocks size size".
-    k_by_k = torch.zeros_like(k[..., :1, None])
-    q_by_k = (q * k).sum(dim=-1)[..., None, None]
-    for size in (2**level for level in range(k.shape[-2].bit_length() - 1)):
-        (first_up_to, second_up_to), (first_after, second_after), (_, q_half), (k_first, k_half) = (
-            rearrange(t, "b h c (p two l) f -> b h c p two l f", two=2, l=size).unbind(dim=4)
-            for t in (up_to, after, q, k)
-        )
-        keys, decay = (k_first * first_after.exp()).mT, second_up_to.exp()
-        k_by_k = _joined(k_by_k, (k_half * decay) @ keys)
-        q_by_k = _joined(q_by_k, (q_half * decay) @ keys)
-        first_total, second_total = first_up_to[..., -1:, :], second_up_to[..., -1:, :]
-        up_to = torch.cat([first_up_to, first_total + second_up_to], dim=-2).flatten(3, 4)
-        after = torch.cat([first_after + second_total, second_after], dim=-2).flatten(3, 4)
-    return k_by_k.squeeze(3), q_by_k.squeeze(3), up_to, after
-
-
-def _joined(
-    blocks: Float[Tensor, "b h c blocks l l"], below: Float[Tensor, "b h c pairs l l"]
-) -> Tensor:
-    """Lower triangular blocks joined in pairs; `below` is what stands below the first of a pair."""
-    first, second = blocks.unflatten(3, (-1, 2)).unbind(dim=4)
-    first = F.pad(first, (0, first.shape[-1]))
-    return torch.cat([first, torch.cat([below, second], dim=-1)], dim=-2)
-
-
-def _sum_after(log_decay: Float[Tensor, "b h c l a"]) -> Tensor:
-    """Sum of what follows each position of its chunk."""
-    return F.pad(log_decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(dim=-2).flip(-2)
+def _channel_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
+    """The same where a decay differs between the features."""
+    levels, from_start, to_end = segment_sums(log_decay)
+    return decayed_scores(k, k, levels), decayed_scores(q, k, levels), from_start, to_end

@@ -39,6 +39,8 @@ class GatedDeltaNet(DeltaNet):
 
     Args:
         gate: `head` or `channel`.
+        expand_v: value features of a head, as a multiple of head_dim; by default as in the papers,
+            2 for `head` and 1 for `channel`.
         output_gate: whether the outputs are gated.
         context: see `DeltaNet`.
 
@@ -53,17 +55,22 @@ class GatedDeltaNet(DeltaNet):
         head_dim: int | None = None,
         *,
         gate: str = "head",
+        expand_v: float | None = None,
         output_gate: bool = True,
         **context: Any,
     ) -> None:
         if gate not in GATES:
             raise UserError(f"attention.gate={gate} is unknown; choose one of {', '.join(GATES)}.")
-        super().__init__(d_model, n_heads, head_dim, output_gate=output_gate, **context)
+        if expand_v is None:
+            expand_v = 2.0 if gate == "head" else 1.0
+        super().__init__(
+            d_model, n_heads, head_dim, expand_v=expand_v, output_gate=output_gate, **context
+        )
         if gate == "channel":
             decays = self.n_heads * self.head_dim
             self.decay: nn.Module = self._low_rank(decays)
             if output_gate:
-                self.output_gate = self._low_rank(self.n_heads * self.head_dim, bias=True)
+                self.output_gate = self._low_rank(self.n_heads * self.value_dim, bias=True)
             self.gate_activation = torch.sigmoid
         else:
             decays = self.n_heads

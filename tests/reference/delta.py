@@ -6,21 +6,12 @@ import torch
 from torch import Tensor
 
 from imagegen.attention.delta import L2_EPS, DeltaNet
+from tests.reference.short_convolution import short_convolution
 
 
 def silu(x: Tensor) -> Tensor:
     """x sigmoid(x), as written."""
     return x / (1 + (-x).exp())
-
-
-def convolved(x: Tensor, weight: Tensor) -> Tensor:
-    """Causal convolution of each feature, "n f" by "taps f"."""
-    taps, rows = len(weight), []
-    for i in range(len(x)):
-        inputs = [(t, i - taps + 1 + t) for t in range(taps)]
-        rows.append(sum(weight[t] * x[j] for t, j in inputs if j >= 0))
-    # Weights whose inputs lie before the first position still have a gradient, of zero.
-    return torch.stack(rows) + 0 * weight.sum()
 
 
 def unit(x: Tensor) -> Tensor:
@@ -42,18 +33,18 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor | No
 
 def layer(module: DeltaNet, x: Tensor, alpha: Tensor | None, rule: object) -> Tensor:
     """Everything around the rule, for one sequence "n e"; `alpha` is "n h a"."""
-    inner, heads = module.n_heads * module.head_dim, []
-    qkv = x @ module.qkv.weight.T
-    if module.conv.size:
-        qkv = convolved(qkv, module.conv.weight)
-    q, k, v = silu(qkv).split(inner, dim=-1)
+    keys, heads = module.n_heads * module.head_dim, []
+    qkv = short_convolution(module.conv, x @ module.qkv.weight.T)
+    qkv = qkv if module.conv.size else silu(qkv)
+    q, k, v = qkv[:, :keys], qkv[:, keys : 2 * keys], qkv[:, 2 * keys :]
     beta = 1 / (1 + (-(x @ module.beta.weight.T)).exp())
     for h in range(module.n_heads):
         part = slice(h * module.head_dim, (h + 1) * module.head_dim)
+        values = v[:, h * module.value_dim : (h + 1) * module.value_dim]
         queries = torch.stack([unit(row) for row in q[:, part]])
-        keys = torch.stack([unit(row) for row in k[:, part]])
+        units = torch.stack([unit(row) for row in k[:, part]])
         decay = None if alpha is None else alpha[:, h]
-        o = rule(queries, keys, v[:, part], beta[:, h], decay)  # type: ignore[operator]
+        o = rule(queries, units, values, beta[:, h], decay)  # type: ignore[operator]
         if module.norm is not None:
             mean_square = (o * o).mean(dim=-1, keepdim=True)
             o = o / (mean_square + module.norm.eps).sqrt() * module.norm.weight
