@@ -97,7 +97,7 @@ def chunked_delta_rule(
         q_from_start, k_from_start, k_to_end = q * decay, k * decay, k * to_end.exp()
         chunk_decay = decay[:, :, :, -1].unsqueeze(-1)
 
-    # Transposed, the solver takes the matrices as they lie in memory.
+    # Transposed, the solver takes the matrices as they lie in memory. It reads one triangle only.
     written, erased = torch.linalg.solve_triangular(
         (beta * k_by_k).mT,
         (beta * torch.cat([v, k_from_start], dim=-1)).mT,
@@ -140,7 +140,7 @@ def recurrent_delta_rule(
 
 
 def _scalar_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
-    """k_r^T G_ri k_i and q_r^T G_ri k_i for i <= r, and the logarithms summed from and to the ends."""
+    """k_r^T G_ri k_i and q_r^T G_ri k_i for i <= r, and the sums from the start and to the end."""
     levels, from_start, to_end = segment_sums(log_decay)
     ones = torch.ones_like(log_decay)
     decay = decayed_scores(ones, ones, levels)

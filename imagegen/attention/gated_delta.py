@@ -30,12 +30,12 @@ class GatedDeltaNet(DeltaNet):
         log alpha_t = -exp(A) softplus(W x_t + dt)                  A, dt: one a head
         y_t = W_o (RMSNorm(o_t) * SiLU(W_g x_t))
 
-    `gate=channel` is Kimi Delta Attention, eq. 1 and 10, a decay for every feature of the key; here
-    the projections of both gates have the rank of a head, and the output gate is a sigmoid:
+    `gate=channel` is Kimi Delta Attention, eq. 1 and section 4, a decay for every feature of the
+    key; the projections of both gates have the rank of a head, and the output gate is a sigmoid:
 
         S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,   o_t = S_t^T q_t
         log alpha_t = -exp(A) softplus(W'' W' x_t + dt)             A one a head, dt one a feature
-        y_t = W_o (RMSNorm(o_t) * sigmoid(W_g'' W_g' x_t + b))
+        y_t = W_o (RMSNorm(o_t) * sigmoid(W_g'' W_g' x_t))
 
     Args:
         gate: `head` or `channel`.
@@ -70,7 +70,7 @@ class GatedDeltaNet(DeltaNet):
             decays = self.n_heads * self.head_dim
             self.decay: nn.Module = self._low_rank(decays)
             if output_gate:
-                self.output_gate = self._low_rank(self.n_heads * self.value_dim, bias=True)
+                self.output_gate = self._low_rank(self.n_heads * self.value_dim)
             self.gate_activation = torch.sigmoid
         else:
             decays = self.n_heads
@@ -80,10 +80,10 @@ class GatedDeltaNet(DeltaNet):
         step = torch.empty(decays).uniform_(math.log(0.001), math.log(0.1)).exp()
         self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
 
-    def _low_rank(self, features: int, bias: bool = False) -> nn.Module:
+    def _low_rank(self, features: int) -> nn.Module:
         return nn.Sequential(
             nn.Linear(self.d_model, self.head_dim, bias=False),
-            nn.Linear(self.head_dim, features, bias=bias),
+            nn.Linear(self.head_dim, features, bias=False),
         )
 
     def _log_decay(self, x: Float[Tensor, "*b e"]) -> Float[Tensor, "*b h a"]:

@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "head": GATED,
     "channel": {**GATED, "gate": "channel"},
 }
-SPEC = ImageSpec(6, 5, 3)
+SPEC = ImageSpec(4, 4, 3)
 
 
 def _inputs(
@@ -60,8 +60,8 @@ def _one_by_one(inputs: list[Tensor | None]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_the_chunked_form_are_those_of_its_differences(kind: str) -> None:
-    inputs = [t if t is None else t.requires_grad_() for t in _inputs(kind, 11, dim=2)]
-    assert torch.autograd.gradcheck(lambda *t: chunked_delta_rule(*t, chunk_size=4), inputs)
+    inputs = [t if t is None else t.requires_grad_() for t in _inputs(kind, 5, dim=2)]
+    assert torch.autograd.gradcheck(lambda *t: chunked_delta_rule(*t, chunk_size=2), inputs)
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ def test_a_model_prefills_and_steps_as_in_parallel(model: ImageTransformer) -> N
     images = torch.randint(0, 256, (2, *SPEC.shape), dtype=torch.uint8)
     sequence = model.raster.to_sequence(images)
     expected = model.parameters_of(sequence)
-    for split in (1, 20, 64):
+    for split in (1, 20, 40):
         parameters, state = model.prefill(sequence[:, :split])
         for i in range(split, split + 6):
             torch.testing.assert_close(parameters, expected[:, i], rtol=1e-4, atol=1e-4)
@@ -211,7 +211,7 @@ def test_an_image_does_not_depend_on_its_company(model: ImageTransformer) -> Non
         return np.concatenate(list(generate(model, n, seed=3, **options)))
 
     expected = drawn(7)
-    for n, batch_size in ((1, 1), (7, 2), (5, 4)):
+    for n, batch_size in ((1, 1), (7, 4)):
         assert np.array_equal(drawn(n, batch_size=batch_size), expected[:n])
     completed = complete(model, expected, [3] * 7, 2, seed=9)
     assert np.array_equal(complete(model, expected, [3] * 7, 2, seed=9, batch_size=3), completed)

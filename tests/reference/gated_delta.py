@@ -38,10 +38,9 @@ def kimi_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor
 
 
 def projected(layers: nn.Module, x: Tensor) -> Tensor:
-    """One matrix, or two after each other, the last perhaps with a bias."""
+    """One matrix, or two after each other."""
     for linear in layers if isinstance(layers, nn.Sequential) else [layers]:
         x = x @ linear.weight.T
-        x = x if linear.bias is None else x + linear.bias
     return x
 
 
