@@ -145,10 +145,9 @@ class DeltaNet(CausalAttention[DeltaState]):
         qkv, recent = self.conv(qkv, recent)
         # The convolution ends in a SiLU of its own.
         qkv = qkv if self.conv.size else F.silu(qkv)
-        keys = self.n_heads * self.head_dim
+        sizes = [self.n_heads * f for f in (self.head_dim, self.head_dim, self.value_dim)]
         q, k, v = (
-            rearrange(t, "b n (h f) -> b n h f", h=self.n_heads)
-            for t in qkv.tensor_split((keys, 2 * keys), dim=-1)
+            rearrange(t, "b n (h f) -> b n h f", h=self.n_heads) for t in qkv.split(sizes, dim=-1)
         )
         return _unit(q), _unit(k), v, recent
 

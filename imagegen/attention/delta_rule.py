@@ -84,15 +84,17 @@ def chunked_delta_rule(
         chunk_decay = k.new_ones(1, 1, n_chunks, 1, 1)
     else:
         log_decay = chunks(log_decay)
-        k_by_k, q_by_k, from_start, to_end = (
-            _scalar_products(q, k, log_decay)
-            if log_decay.shape[-1] == 1
+        if log_decay.shape[-1] == 1:
+            products = _scalar_products(q, k, log_decay)
+        elif torch.is_grad_enabled():
             # It passes through log2(chunk) decayed copies of q and k, which are made again for the
             # backward pass rather than kept.
-            else checkpoint(
+            products = checkpoint(
                 _channel_products, q, k, log_decay, use_reentrant=False, preserve_rng_state=False
             )
-        )
+        else:
+            products = _channel_products(q, k, log_decay)
+        k_by_k, q_by_k, from_start, to_end = products
         decay = from_start.exp()
         q_from_start, k_from_start, k_to_end = q * decay, k * decay, k * to_end.exp()
         chunk_decay = decay[:, :, :, -1].unsqueeze(-1)
