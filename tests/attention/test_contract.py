@@ -12,12 +12,13 @@ import yaml
 from torch import Tensor
 
 from imagegen.attention.base import CausalAttention
+from imagegen.attention.feature_maps import FEATURE_MAPS
 from imagegen.build import build
 from tests.reference import reference
 
 CONF = Path(__file__).parents[2] / "conf" / "attention"
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "linear": [{"feature_map": "elu"}, {"feature_map": "relu"}, {"chunk_size": 7}],
+    "linear": [*({"feature_map": name} for name in FEATURE_MAPS), {"chunk_size": 7}],
 }
 LENGTHS = [1, 63, 64, 65, 784]
 
