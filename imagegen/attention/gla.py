@@ -85,10 +85,10 @@ class GatedLinearAttention(DecayAttention):
         dtype = self._state_dtype()
         projected, conv = self.short_convolution(self.qkv(x).to(dtype), state.conv)
         log_decay = F.logsigmoid(self.decay(x).to(dtype)) / self.gate_temperature
-        keys = self.n_heads * self.key_dim
+        sizes = [self.n_heads * f for f in (self.key_dim, self.key_dim, self.value_dim)]
         q, k, v, log_decay = (
             rearrange(t, "b n (h f) -> b h n f", h=self.n_heads)
-            for t in (*projected.tensor_split((keys, 2 * keys), dim=-1), log_decay)
+            for t in (*projected.split(sizes, dim=-1), log_decay)
         )
         return Inputs(q / self.key_dim**0.5, k, v, log_decay, conv)
 

@@ -98,13 +98,11 @@ class Retention(DecayAttention):
 
     def _inputs(self, x: Float[Tensor, "b n e"], state: DecayState) -> Inputs:
         projected, conv = self.short_convolution(self.qkv(x).to(self._state_dtype()), state.conv)
-        keys = self.n_heads * self.key_dim
-        q, k, v = (
-            rearrange(t, "b n (h f) -> b h n f", h=self.n_heads)
-            for t in projected.tensor_split((keys, 2 * keys), dim=-1)
-        )
-        if self.rotary:
-            q, k = rotated(q, state.position), rotated(k, state.position)
+        sizes = [2 * self.n_heads * self.key_dim, self.n_heads * self.value_dim]
+        qk, v = projected.split(sizes, dim=-1)
+        qk = rearrange(qk, "b n (two h d) -> b (two h) n d", two=2, h=self.n_heads)
+        v = rearrange(v, "b n (h m) -> b h n m", h=self.n_heads)
+        q, k = (rotated(qk, state.position) if self.rotary else qk).chunk(2, dim=1)
         head = torch.arange(self.n_heads, dtype=v.dtype, device=v.device)
         log_gamma = torch.log1p(-torch.exp2(-5 - head))
         log_decay = log_gamma.view(1, -1, 1, 1).expand(1, -1, x.shape[1], 1)

@@ -16,7 +16,7 @@ from imagegen.errors import UserError
 
 
 class ShortConvolution(nn.Module):
-    """silu(sum_j w_j * x_(t-j) + bias) over the last `size` positions, each channel on its own.
+    """silu(bias + sum_j w_j x_(t+1-size+j)), j from 0 to size - 1, each channel on its own.
 
     Args:
         channels: number of channels.

@@ -95,7 +95,8 @@ class StateSpaceDuality(DecayAttention):
     def _inputs(self, x: Float[Tensor, "b n e"], state: DecayState) -> Inputs:
         dtype = self._state_dtype()
         projected, conv = self.short_convolution(self.xbc(x).to(dtype), state.conv)
-        values, b, c = projected.tensor_split((-2 * self.key_dim, -self.key_dim), dim=-1)
+        sizes = [self.n_heads * self.value_dim, self.key_dim, self.key_dim]
+        values, b, c = projected.split(sizes, dim=-1)
         values = rearrange(values, "b n (h m) -> b h n m", h=self.n_heads)
         delta = F.softplus(self.delta(x).to(dtype) + self.delta_bias)
         delta = rearrange(delta, "b n h -> b h n 1")

@@ -25,7 +25,7 @@ from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model
 
 MECHANISMS = [Retention, StateSpaceDuality, GatedLinearAttention]
-SPEC = ImageSpec(6, 5, 3)
+SPEC = ImageSpec(4, 4, 3)
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, s: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ def test_a_weak_decay_after_a_strong_one_keeps_its_digits() -> None:
 
 
 def test_the_backward_pass_keeps_one_state_a_chunk() -> None:
-    n, d = 1024, 64
+    n, d, m = 1024, 60, 72
     for size in (1, d):
-        q, k, v = (torch.randn(1, 1, n, d, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(1, 1, n, f, requires_grad=True) for f in (d, d, m))
         log_decay = -torch.rand(1, 1, n, size).requires_grad_()
         kept: dict[int, int] = {}
         states: set[int] = set()
@@ -87,32 +87,55 @@ def test_the_backward_pass_keeps_one_state_a_chunk() -> None:
         def keep(tensor: Tensor, kept: dict = kept, states: set = states) -> Tensor:
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
-            if tensor.shape[-2:] == (d, d) and tensor.numel() == d * d:
+            if tensor.shape[-2:] == (d, m):
                 states.add(storage.data_ptr())
             return tensor
 
-        s = torch.zeros(1, 1, d, d)
+        s = torch.zeros(1, 1, d, m)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             y, _ = chunked_decay_attention(q, k, v, log_decay, s, chunk_size=64)
         y.sum().backward()
-        assert len(states) <= n // 64
-        assert sum(kept.values()) < 0.5 * n * d * d * 4
+        assert len(states) == n // 64
+        assert sum(kept.values()) < 0.3 * n * d * m * 4
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @torch.no_grad()
-def test_thousands_of_steps_in_float32_agree_with_float64(mechanism: type[DecayAttention]) -> None:
+def test_thousands_of_positions_in_float32_agree_with_float64(
+    mechanism: type[DecayAttention],
+) -> None:
     torch.manual_seed(0)
     module, exact = mechanism(8, 2), mechanism(8, 2)
     exact.load_state_dict(module.state_dict())
-    exact.double()
-    state, x = module.initial_state(1), torch.randn(1, 3000, 8)
-    expected, _ = exact(x.double())
-    for position in range(x.shape[1]):
+    x = torch.randn(1, 5100, 8)
+    expected, _ = exact.double()(x.double())
+    y, state = module(x[:, :5000])
+    torch.testing.assert_close(y.double(), expected[:, :5000], rtol=1e-3, atol=1e-4)
+    for position in range(5000, 5100):
         y, state = module.step(x[:, position], state)
-    torch.testing.assert_close(y.double(), expected[:, -1], rtol=1e-4, atol=1e-4)
-    parallel, _ = module(x)
-    torch.testing.assert_close(parallel.double(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(y.double(), expected[:, -1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-3), (True, 0.1)])
+@torch.no_grad()
+def test_65536_steps_stay_finite_and_agree_with_float64(
+    mechanism: type[DecayAttention], autocast: bool, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    module, exact = mechanism(8, 2), mechanism(8, 2)
+    exact.load_state_dict(module.state_dict())
+    x = torch.randn(1, 65_536, 8)
+    expected, _ = exact.double()(x.double())
+    state, worst = module.initial_state(1), 0.0
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        for position in range(x.shape[1]):
+            y, state = module.step(x[:, position], state)
+            worst = max(worst, (y.double() - expected[:, position]).abs().max().item())
+    print(f"largest difference {worst:.1e}, largest output {expected.abs().max():.2f}")
+    assert worst < tolerance
+    assert all(torch.isfinite(tensor).all() for tensor in state.tensors())
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -195,7 +218,7 @@ def test_a_model_prefills_and_steps_as_it_trains(model: ImageTransformer) -> Non
     images = torch.randint(0, 256, (2, *SPEC.shape), dtype=torch.uint8)
     sequence = model.raster.to_sequence(images)
     expected = model.parameters_of(sequence)
-    for split in (1, 40, 88):
+    for split in (1, 20, 46):
         parameters, state = model.prefill(sequence[:, :split])
         torch.testing.assert_close(parameters, expected[:, split], rtol=1e-10, atol=1e-10)
         parameters, _ = model.step(sequence[:, split], state)
@@ -203,9 +226,9 @@ def test_a_model_prefills_and_steps_as_it_trains(model: ImageTransformer) -> Non
 
 
 def test_an_image_does_not_depend_on_its_company(model: ImageTransformer) -> None:
-    expected = np.concatenate(list(generate(model, 12, seed=3)))
-    assert len(np.unique(expected.reshape(12, -1), axis=0)) == 12
-    for n, batch_size in ((1, 1), (12, 5)):
+    expected = np.concatenate(list(generate(model, 6, seed=3)))
+    assert len(np.unique(expected.reshape(6, -1), axis=0)) == 6
+    for n, batch_size in ((1, 1), (6, 4)):
         drawn = np.concatenate(list(generate(model, n, seed=3, batch_size=batch_size)))
         assert np.array_equal(drawn, expected[:n])
-    assert np.array_equal(complete(model, expected[:2], [3, 3], 1, seed=3)[:, 0], expected[:2])
+    assert np.array_equal(complete(model, expected[:2], [2, 2], 1, seed=3)[:, 0], expected[:2])
