@@ -125,37 +125,34 @@ def _round_part(
     q: Tensor, k: Tensor, v: Tensor, slots: Slots, index: int, chunk_size: int
 ) -> PartialSoftmax:
     """Attention over what one round lets each position see."""
-    length = q.shape[2]
+    length, n_rounds = q.shape[2], slots.codes.shape[-1]
     position = slots.position[:, :, index]
-    gap = position == length
     # Gaps hold a copy of the last position that nothing sees.
     rows = position.clamp(max=length - 1)
+    keys = _with_chunk_before(_chunks(_rows(k, rows), chunk_size), 0)
+    values = _with_chunk_before(_chunks(_rows(v, rows), chunk_size), 0)
+    codes = slots.codes.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, n_rounds))
+    codes = codes.masked_fill((position == length).unsqueeze(-1), NO_CODE)
+    codes = _chunks(codes, chunk_size)
+    others = _with_chunk_before(codes, NO_CODE).mT
+    position = _chunks(position.unsqueeze(-1), chunk_size)
+    earlier = _with_chunk_before(position, length).mT < position
 
-    def chunks(t: Tensor) -> Tensor:
-        return rearrange(t, "b h (c l) f -> b h c l f", l=chunk_size)
-
-    queries, keys, values = (chunks(_rows(t, rows)) for t in (q, k, v))
-    keys, values = _with_chunk_before(keys, 0), _with_chunk_before(values, 0)
-    own = chunks(position.unsqueeze(-1))
-    earlier = _with_chunk_before(own, length).mT < own
-
-    def visible_in(other_round: int) -> Tensor:
-        code = slots.codes[..., other_round].gather(-1, rows).masked_fill(gap, NO_CODE)
-        code = chunks(code.unsqueeze(-1))
-        return sees(code, _with_chunk_before(code, NO_CODE).mT)
-
-    visible = visible_in(index) & earlier
-    scores = queries @ keys.mT
-    n_rounds = slots.codes.shape[-1]
+    scores = _chunks(_rows(q, rows), chunk_size) @ keys.mT
+    visible = earlier & sees(codes[..., index, None], others[..., index, None, :])
     if n_rounds > 1:
         # A key that several rounds let a query see counts once in all (appendix A).
         often = torch.zeros_like(scores, requires_grad=False)
         for other in range(n_rounds):
-            often += visible_in(other)
+            often += sees(codes[..., other, None], others[..., other, None, :])
         scores = scores - often.clamp_(min=1).log_()
     part = partial_softmax(scores, visible, values)
     slot = slots.slot[:, :, index]
     return part.map(lambda t: _rows(rearrange(t, "b h c l f -> b h (c l) f"), slot))
+
+
+def _chunks(t: Tensor, size: int) -> Tensor:
+    return rearrange(t, "b h (c l) f -> b h c l f", l=size)
 
 
 def _rows(t: Float[Tensor, "b h n f"], index: Int64[Tensor, "b h s"]) -> Float[Tensor, "b h s f"]:

@@ -214,16 +214,13 @@ class StridedAttention(CausalAttention[StridedState]):
     def initial_state(self, batch_size: int) -> StridedState:
         weight = self.qkv.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-
-        def empty(heads: int, positions: int) -> Tensor:
-            shape = (batch_size, heads, positions, self.head_dim)
-            return torch.zeros(shape, dtype=dtype, device=weight.device)
-
-        window, column = self.window_heads, self.n_heads - self.window_heads
-        places = self.stride + 1
-        return StridedState(
-            empty(window, places), empty(window, places), empty(column, 0), empty(column, 0)
+        window = torch.zeros(
+            (batch_size, self.window_heads, self.stride + 1, self.head_dim),
+            dtype=dtype,
+            device=weight.device,
         )
+        column = window.new_zeros(batch_size, self.n_heads - self.window_heads, 0, self.head_dim)
+        return StridedState(window, window.clone(), column, column.clone())
 
     def _row_before(self, q: Tensor, k: Tensor, v: Tensor) -> PartialSoftmax:
         return window_part(q, k, v, self.stride + 1)
