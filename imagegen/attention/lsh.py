@@ -27,6 +27,10 @@ from imagegen.errors import UserError
 BUCKET = 2**32
 NO_CODE = -BUCKET
 
+# Matrix products may round differently where a matrix lies askew in memory. Where a chunk lies
+# depends on later positions; in multiples of this many slots, all lie alike (64 bytes).
+CHUNK_MULTIPLE = 16
+
 
 @dataclass
 class LSHState(AttentionState):
@@ -192,13 +196,13 @@ class LSHAttention(CausalAttention[LSHState]):
 
     Args:
         rounds: hashes r; more of them miss fewer similar positions.
-        n_buckets: even; as many as the longest sequence has half chunks in the paper.
-        chunk_size: positions of a chunk.
+        n_buckets: even; the paper takes 2 n / chunk_size, here fewer leave fewer gaps.
+        chunk_size: positions of a chunk, a multiple of 16.
         hash_seed: of the rotations, which differ between layers. They are kept in checkpoints.
         context: see `CausalAttention`.
 
     Raises:
-        UserError: for rounds, chunks or a seed out of range, or an odd number of buckets.
+        UserError: for rounds, chunks, buckets or a seed that the above excludes.
     """
 
     rotations: Tensor
@@ -218,7 +222,6 @@ class LSHAttention(CausalAttention[LSHState]):
         super().__init__(d_model, n_heads, head_dim, **context)
         for name, value, least in (
             ("rounds", rounds, 1),
-            ("chunk_size", chunk_size, 1),
             ("hash_seed", hash_seed, 0),
         ):
             if value < least:
@@ -227,6 +230,11 @@ class LSHAttention(CausalAttention[LSHState]):
             raise UserError(
                 f"attention.n_buckets={n_buckets} must be an even number of at least 2, for each "
                 "direction of a rotation gives two buckets."
+            )
+        if chunk_size < 1 or chunk_size % CHUNK_MULTIPLE:
+            raise UserError(
+                f"attention.chunk_size={chunk_size} must be a multiple of {CHUNK_MULTIPLE}, "
+                f"such as {CHUNK_MULTIPLE} or {2 * CHUNK_MULTIPLE}."
             )
         self.rounds = rounds
         self.n_buckets = n_buckets

@@ -96,7 +96,7 @@ class StridedAttention(CausalAttention[StridedState]):
     at most. A step nevertheless reads l + n / l of them only.
 
     Args:
-        combine: how the two patterns are combined (section 4.4): `heads`, the first half of the
+        combine: how the two patterns are combined (section 5.1): `heads`, the first half of the
             heads sees A1 and the others A2 (eq. 8); `merged`, all heads see both (eq. 7);
             `interleaved`, layers 0, 2, ... see A1 and the others A2 (eq. 6).
         stride: l; None for the row length of the images or, where that is not known either, 128,

@@ -46,6 +46,21 @@ def test_one_bucket_in_one_chunk_is_softmax_without_the_own_position() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"rounds": 3, "n_buckets": 4, "chunk_size": 16}])
+def test_no_output_sees_later_positions_though_they_move_its_chunk(
+    dtype: torch.dtype, options: dict
+) -> None:
+    module = LSHAttention(8, 2, 5, **options).to(dtype)
+    x = _input(784).to(dtype)
+    expected, _ = module(x)
+    for position in (1, 17, 100, 393, 700, 783):
+        changed = x.clone()
+        changed[:, position:] = 10 * torch.randn_like(changed[:, position:])
+        assert torch.equal(module(changed)[0][:, :position], expected[:, :position])
+
+
+@torch.no_grad()
 def test_the_first_position_attends_to_itself() -> None:
     module = LSHAttention(8, 2).double()
     x = _input(30)
@@ -75,7 +90,7 @@ def test_more_rounds_come_closer_to_full_attention() -> None:
     x = 3 * _input(150)
     errors = []
     for rounds in (1, 4, 16):
-        module = LSHAttention(8, 1, rounds=rounds, n_buckets=4, chunk_size=150).double()
+        module = LSHAttention(8, 1, rounds=rounds, n_buckets=4, chunk_size=160).double()
         torch.nn.init.eye_(module.qk.weight).mul_(4)
         q, k, _ = module._hashed(x)
         v = module._heads(module.v(x))
@@ -103,7 +118,7 @@ def test_the_history_grows_without_a_copy_each_step() -> None:
 
 @torch.no_grad()
 def test_steps_in_float32_are_the_parallel_form() -> None:
-    module = LSHAttention(8, 2, rounds=2, n_buckets=4, chunk_size=8)
+    module = LSHAttention(8, 2, rounds=2, n_buckets=4, chunk_size=16)
     x = _input(200).float()
     expected, state = module(x)[0], module.initial_state(2)
     for position in range(200):
@@ -115,7 +130,8 @@ def test_steps_in_float32_are_the_parallel_form() -> None:
     ("options", "sentence"),
     [
         ({"rounds": 0}, "attention.rounds=0 must be at least 1"),
-        ({"chunk_size": 0}, "attention.chunk_size=0"),
+        ({"chunk_size": 0}, "attention.chunk_size=0 must be a multiple of 16"),
+        ({"chunk_size": 24}, "attention.chunk_size=24 must be a multiple of 16"),
         ({"hash_seed": -1}, "attention.hash_seed=-1"),
         ({"n_buckets": 7}, "attention.n_buckets=7 must be an even number"),
         ({"n_buckets": 0}, "attention.n_buckets=0"),

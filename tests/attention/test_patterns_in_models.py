@@ -25,7 +25,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "_target_": "imagegen.attention.lsh.LSHAttention",
         "rounds": 2,
         "n_buckets": 4,
-        "chunk_size": 8,
+        "chunk_size": 16,
     },
     "hybrid": {
         "_target_": "imagegen.attention.hybrid.HybridAttention",
