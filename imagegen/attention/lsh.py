@@ -215,7 +215,7 @@ class LSHAttention(CausalAttention[LSHState]):
         *,
         rounds: int = 1,
         n_buckets: int = 16,
-        chunk_size: int = 32,
+        chunk_size: int = 16,
         hash_seed: int = 0,
         **context: Any,
     ) -> None:

@@ -20,7 +20,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "linear": [{"feature_map": "elu"}, {"feature_map": "relu"}, {"chunk_size": 7}],
     "local": [{"window": 64}, {"window": 5}],
     "strided": [{"combine": "heads"}, {"combine": "merged", "stride": 7}, {"stride": 1}],
-    "lsh": [{"rounds": 1}, {"rounds": 4, "n_buckets": 4, "chunk_size": 16}],
+    "lsh": [{"rounds": 1}, {"rounds": 4, "n_buckets": 4, "chunk_size": 32}],
     "hybrid": [{}, {"pattern": [{"name": "local", "window": 7}, "linear"]}],
 }
 LENGTHS = [1, 63, 64, 65, 784]

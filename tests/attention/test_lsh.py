@@ -47,7 +47,7 @@ def test_one_bucket_in_one_chunk_is_softmax_without_the_own_position() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"rounds": 3, "n_buckets": 4, "chunk_size": 16}])
+@pytest.mark.parametrize("options", [{}, {"rounds": 3, "n_buckets": 4, "chunk_size": 32}])
 def test_no_output_sees_later_positions_though_they_move_its_chunk(
     dtype: torch.dtype, options: dict
 ) -> None:
