@@ -21,9 +21,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "delta": [{}, {"conv_size": 0, "output_norm": False, "chunk_size": 8}, {"output_gate": True}],
     "gated_delta": [{}, {"gate": "channel"}, {"gate": "channel", "chunk_size": 8, "expand_v": 1.5}],
     "gla": [{}, {"expand_k": 1.0, "conv_size": 4, "gate_temperature": 0.02, "chunk_size": 32}],
+    "hybrid": [{}, {"pattern": [{"name": "local", "window": 7}, "linear"]}],
     "linear": [*({"feature_map": name} for name in FEATURE_MAPS), {"chunk_size": 7}],
+    "local": [{"window": 64}, {"window": 5}],
+    "lsh": [{"rounds": 1}, {"rounds": 4, "n_buckets": 4, "chunk_size": 32}],
     "retention": [{}, {"rotary": False, "conv_size": 3, "expand_v": 1.0, "chunk_size": 8}],
     "ssd": [{"d_state": 8}, {"d_state": 5, "conv_size": 0, "skip": False, "chunk_size": 16}],
+    "strided": [{"combine": "heads"}, {"combine": "merged", "stride": 7}, {"stride": 1}],
 }
 LENGTHS = [1, 63, 64, 65, 784]
 
