@@ -73,7 +73,7 @@ def test_the_names_that_are_offered_are_mechanisms() -> None:
         HybridAttention(8, 2, pattern=["nothing"])
     offered = str(refusal.value).partition("choose from ")[2].partition(", or give")[0].split(", ")
     assert {"linear", "local", "lsh", "softmax", "strided"} <= set(offered)
-    assert {"base", "buffers", "hybrid", "windows"}.isdisjoint(offered)
+    assert {"base", "buffers", "hybrid", "slots", "windows"}.isdisjoint(offered)
     for name in offered:
         HybridAttention(8, 2, pattern=[name])
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagegen.attention.lsh import LSHAttention, sort_by_bucket
+from imagegen.attention.lsh import LSHAttention
+from imagegen.attention.slots import sort_by_bucket
 from imagegen.errors import UserError
 
 
