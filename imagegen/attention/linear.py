@@ -1,12 +1,13 @@
 """Linear attention (Katharopoulos et al., 2020): a transformer layer that is a recurrent network.
 
-Axes: `b` batch, `n` position, `h` head, `d` query/key feature, `m` value feature, `e` model width,
-`c` chunk, `l` position inside a chunk.
+Axes: `b` batch, `n` position, `h` head, `d` query/key feature (after the feature map), `m` value
+feature, `e` model width, `c` chunk, `l` position inside a chunk.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +18,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagegen.attention.base import AttentionState, CausalAttention
-from imagegen.attention.feature_maps import feature_map_named
+from imagegen.attention.feature_maps import build_feature_map
 from imagegen.errors import UserError
 
 DEFAULT_CHUNK = 64
+Watch = Callable[[Tensor], None]
 
 
 @dataclass
 class LinearState(AttentionState):
-    """S = sum phi(k) v^T and z = sum phi(k) (eq. 18 and 19), float32 at least."""
+    """S = sum phi(k) v^T and z = sum phi(k) (eq. 18 and 19), float32 at least.
+
+    For feature maps whose keys come with a scale, S and z lack the factor exp(scale), where `scale`
+    is the largest one so far.
+    """
 
     s: Float[Tensor, "b h d m"]
     z: Float[Tensor, "b h d"]
+    scale: Float[Tensor, "b h"] | None = None
 
 
 def chunked_linear_attention(
@@ -38,6 +45,10 @@ def chunked_linear_attention(
     state: LinearState | None = None,
     chunk_size: int = DEFAULT_CHUNK,
     eps: float = 1e-6,
+    *,
+    scale: Float[Tensor, "b h n"] | None = None,
+    floor: float | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Float[Tensor, "b h n m"], LinearState]:
     """Causal linear attention over features that are already mapped (eq. 9), in chunks.
 
@@ -45,11 +56,15 @@ def chunked_linear_attention(
     z. Time and memory are linear in `n`, and one state a chunk is kept for the backward pass.
 
     Args:
-        q, k: mapped queries and keys, non-negative.
+        q, k: mapped queries and keys, non-negative unless there is a `floor`.
         v: values.
         state: S and z of the positions before the first one.
         chunk_size: the longest chunk; the sequence is cut evenly into chunks no longer than this.
-        eps: added to the normaliser.
+        eps: added to the normaliser, in units of exp(the largest `scale` so far) if there is one.
+        scale: logarithms of the factors that the keys lack, as constants. A position is answered
+            relative to the largest one up to there, so no exponential is of anything above 0.
+        floor: the normaliser is clamped to this from below, and `eps` is not added.
+        watch: called with the normalisers "b h n".
     """
     length = q.shape[2]
     n_chunks = math.ceil(length / chunk_size)
@@ -59,24 +74,35 @@ def chunked_linear_attention(
     q, k, v = (
         rearrange(F.pad(t, padding), "b h (c l) f -> b h c l f", c=n_chunks) for t in (q, k, v)
     )
-
-    s_chunk = k.mT @ v
-    z_chunk = k.sum(dim=-2)
-    if state is not None:
-        s_chunk = torch.cat([state.s.unsqueeze(2), s_chunk], dim=2)
-        z_chunk = torch.cat([state.z.unsqueeze(2), z_chunk], dim=2)
-    else:
-        s_chunk = F.pad(s_chunk, (0, 0, 0, 0, 1, 0))
-        z_chunk = F.pad(z_chunk, (0, 0, 1, 0))
-    s_before = s_chunk.cumsum(dim=2)
-    z_before = z_chunk.cumsum(dim=2)
-
     scores = (q @ k.mT).tril()
+    decay = last = None
+    if scale is not None:
+        lowest = torch.finfo(scale.dtype).min
+        before = None if state is None else state.scale
+        if before is None:
+            before = scale.new_full(scale.shape[:2], lowest)
+        scale = F.pad(scale, padding[2:], value=lowest)
+        largest = torch.cat([before.unsqueeze(2), scale], dim=2).cummax(dim=2).values
+        last = largest[:, :, -1]
+        scale, now = (
+            rearrange(t, "b h (c l) -> b h c l", c=n_chunks) for t in (scale, largest[:, :, 1:])
+        )
+        entry, end = largest[:, :, :-1:chunk].unsqueeze(-1), now[..., -1:]
+        # Clamped for the later positions alone, which tril has masked.
+        scores = scores * (scale.unsqueeze(-2) - now.unsqueeze(-1)).clamp(max=0).exp()
+        q = q * (entry - now).exp().unsqueeze(-1)
+        k = k * (scale - end).exp().unsqueeze(-1)
+        decay = (entry - end).exp()
+
+    s_before = _states(k.mT @ v, None if state is None else state.s, decay)
+    z_before = _states(k.sum(dim=-2), None if state is None else state.z, decay)
     numerator = scores @ v + q @ s_before[:, :, :-1]
     normalizer = scores.sum(dim=-1) + (q @ z_before[:, :, :-1].unsqueeze(-1)).squeeze(-1)
-    y = numerator / (normalizer + eps).unsqueeze(-1)
+    if watch is not None:
+        watch(rearrange(normalizer, "b h c l -> b h (c l)")[:, :, :length])
+    y = _normalized(numerator, normalizer, eps, floor)
     y = rearrange(y, "b h c l m -> b h (c l) m")[:, :, :length]
-    return y, LinearState(s_before[:, :, -1], z_before[:, :, -1])
+    return y, LinearState(s_before[:, :, -1], z_before[:, :, -1], last)
 
 
 def recurrent_linear_attention(
@@ -85,30 +111,69 @@ def recurrent_linear_attention(
     v: Float[Tensor, "b h m"],
     state: LinearState,
     eps: float = 1e-6,
+    *,
+    scale: Float[Tensor, "b h"] | None = None,
+    floor: float | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Float[Tensor, "b h m"], LinearState]:
     """One step of the recurrence (eq. 16 to 20): update S and z, then read them."""
-    if torch.is_grad_enabled():
-        s = state.s + k.unsqueeze(-1) * v.unsqueeze(-2)
-        z = state.z + k
+    s, z, before = state.s, state.z, state.scale
+    in_place = not torch.is_grad_enabled()
+    if scale is not None and before is not None:
+        largest = torch.maximum(before, scale)
+        decay = (before - largest).exp().unsqueeze(-1)
+        k = k * (scale - largest).exp().unsqueeze(-1)
+        s = s.mul_(decay.unsqueeze(-1)) if in_place else s * decay.unsqueeze(-1)
+        z = z.mul_(decay) if in_place else z * decay
+        before = largest
+    if in_place:
+        s = s.addcmul_(k.unsqueeze(-1), v.unsqueeze(-2))
+        z = z.add_(k)
     else:
-        s = state.s.addcmul_(k.unsqueeze(-1), v.unsqueeze(-2))
-        z = state.z.add_(k)
+        s = s + k.unsqueeze(-1) * v.unsqueeze(-2)
+        z = z + k
     numerator = (q.unsqueeze(-2) @ s).squeeze(-2)
-    normalizer = (q * z).sum(dim=-1, keepdim=True) + eps
-    return numerator / normalizer, LinearState(s, z)
+    normalizer = (q * z).sum(dim=-1)
+    if watch is not None:
+        watch(normalizer)
+    return _normalized(numerator, normalizer, eps, floor), LinearState(s, z, before)
+
+
+def _states(added: Tensor, first: Tensor | None, decay: Tensor | None) -> Tensor:
+    """S or z before each chunk and after the last one: "b h c ..." to "b h c+1 ..."."""
+    first = torch.zeros_like(added[:, :, :1]) if first is None else first.unsqueeze(2)
+    if decay is None:
+        return torch.cat([first, added], dim=2).cumsum(dim=2)
+    decay = decay.unsqueeze(-1) if added.dim() == 5 else decay
+    states = [first]
+    for c in range(added.shape[2]):
+        states.append(states[-1] * decay[:, :, c : c + 1] + added[:, :, c : c + 1])
+    return torch.cat(states, dim=2)
+
+
+def _normalized(numerator: Tensor, normalizer: Tensor, eps: float, floor: float | None) -> Tensor:
+    normalizer = normalizer + eps if floor is None else normalizer.clamp(min=floor)
+    return numerator / normalizer.unsqueeze(-1)
 
 
 class LinearAttention(CausalAttention[LinearState]):
     """Multi-head linear attention, y_i = phi(q_i)^T S_i / phi(q_i)^T z_i (eq. 8 to 20).
 
     Args:
-        feature_map: `elu` (elu(x) + 1, the paper's) or `relu`.
+        feature_map: one of `feature_maps.FEATURE_MAPS`; `elu` (elu(x) + 1) is the paper's.
+        n_features: number of random features of `favor` and `fourier`.
         chunk_size: longest chunk of the parallel form.
         eps: added to the normaliser.
         context: see `CausalAttention`.
 
+    Attributes:
+        watch_normalizer: whether to keep `normalizer_min`; off at first.
+        normalizer_min: the least normaliser since this was None, a tensor without axes. `favor`'s
+            is relative to the largest features of the query and of the keys so far.
+
     Raises:
-        UserError: for an unknown feature map or a chunk size below one.
+        UserError: for an unknown feature map, a number of features that it cannot have, or a chunk
+            size below one.
     """
 
     def __init__(
@@ -118,6 +183,7 @@ class LinearAttention(CausalAttention[LinearState]):
         head_dim: int | None = None,
         *,
         feature_map: str = "elu",
+        n_features: int | None = None,
         chunk_size: int = DEFAULT_CHUNK,
         eps: float = 1e-6,
         **context: Any,
@@ -125,12 +191,14 @@ class LinearAttention(CausalAttention[LinearState]):
         super().__init__(d_model, n_heads, head_dim, **context)
         if chunk_size < 1:
             raise UserError(f"attention.chunk_size={chunk_size} must be at least 1.")
-        self.feature_map = feature_map_named(feature_map)
         self.chunk_size = chunk_size
         self.eps = eps
+        self.watch_normalizer = False
+        self.normalizer_min: Tensor | None = None
         inner = self.n_heads * self.head_dim
         self.qkv = nn.Linear(d_model, 3 * inner)
         self.out = nn.Linear(inner, d_model)
+        self.feature_map = build_feature_map(feature_map, self.n_heads, self.head_dim, n_features)
 
     def forward(
         self, x: Float[Tensor, "b n e"], state: LinearState | None = None
@@ -139,29 +207,58 @@ class LinearAttention(CausalAttention[LinearState]):
             self.qkv(x), "b n (three h f) -> three b h n f", three=3, h=self.n_heads
         )
         with torch.autocast(x.device.type, enabled=False):
-            q, k, v = self._mapped(q, k, v)
-            y, state = chunked_linear_attention(q, k, v, state, self.chunk_size, self.eps)
+            q, k, v, scale = self._mapped(q, k, v)
+            y, state = chunked_linear_attention(
+                q, k, v, state, self.chunk_size, self.eps, scale=scale, **self._options()
+            )
         return self.out(rearrange(y, "b h n m -> b n (h m)").to(x.dtype)), state
 
     def step(
         self, x: Float[Tensor, "b e"], state: LinearState
     ) -> tuple[Float[Tensor, "b e"], LinearState]:
-        q, k, v = rearrange(self.qkv(x), "b (three h f) -> three b h f", three=3, h=self.n_heads)
+        q, k, v = rearrange(self.qkv(x), "b (three h f) -> three b h 1 f", three=3, h=self.n_heads)
         with torch.autocast(x.device.type, enabled=False):
-            q, k, v = self._mapped(q, k, v)
-            y, state = recurrent_linear_attention(q, k, v, state, self.eps)
+            q, k, v, scale = self._mapped(q, k, v)
+            scale = None if scale is None else scale.squeeze(2)
+            y, state = recurrent_linear_attention(
+                q.squeeze(2),
+                k.squeeze(2),
+                v.squeeze(2),
+                state,
+                self.eps,
+                scale=scale,
+                **self._options(),
+            )
         return self.out(rearrange(y, "b h m -> b (h m)").to(x.dtype)), state
 
     def initial_state(self, batch_size: int) -> LinearState:
         weight = self.qkv.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        shape = (batch_size, self.n_heads, self.head_dim)
+        shape = (batch_size, self.n_heads, self.feature_map.feature_dim)
         return LinearState(
             torch.zeros(*shape, self.head_dim, dtype=dtype, device=weight.device),
             torch.zeros(*shape, dtype=dtype, device=weight.device),
+            # Not -inf, for -inf - -inf is no number.
+            torch.full(shape[:2], torch.finfo(dtype).min, dtype=dtype, device=weight.device)
+            if self.feature_map.scaled
+            else None,
         )
 
-    def _mapped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _mapped(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         # Sums over thousands of positions need float32, whatever the layers around them use.
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return self.feature_map(q.to(dtype)), self.feature_map(k.to(dtype)), v.to(dtype)
+        k, scale = self.feature_map.keys(k.to(dtype))
+        return self.feature_map.queries(q.to(dtype)), k, v.to(dtype), scale
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "floor": self.feature_map.floor,
+            "watch": self._observe if self.watch_normalizer else None,
+        }
+
+    def _observe(self, normalizer: Tensor) -> None:
+        least = normalizer.detach().amin()
+        known = self.normalizer_min
+        self.normalizer_min = least if known is None else torch.minimum(known, least)

@@ -12,12 +12,22 @@ import yaml
 from torch import Tensor
 
 from imagegen.attention.base import CausalAttention
+from imagegen.attention.feature_maps import FEATURE_MAPS
 from imagegen.build import build
 from tests.reference import reference
 
 CONF = Path(__file__).parents[2] / "conf" / "attention"
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "linear": [{"feature_map": "elu"}, {"feature_map": "relu"}, {"chunk_size": 7}],
+    "delta": [{}, {"conv_size": 0, "output_norm": False, "chunk_size": 8}, {"output_gate": True}],
+    "gated_delta": [{}, {"gate": "channel"}, {"gate": "channel", "chunk_size": 8, "expand_v": 1.5}],
+    "gla": [{}, {"expand_k": 1.0, "conv_size": 4, "gate_temperature": 0.02, "chunk_size": 32}],
+    "hybrid": [{}, {"pattern": [{"name": "local", "window": 7}, "linear"]}],
+    "linear": [*({"feature_map": name} for name in FEATURE_MAPS), {"chunk_size": 7}],
+    "local": [{"window": 64}, {"window": 5}],
+    "lsh": [{"rounds": 1}, {"rounds": 4, "n_buckets": 4, "chunk_size": 32}],
+    "retention": [{}, {"rotary": False, "conv_size": 3, "expand_v": 1.0, "chunk_size": 8}],
+    "ssd": [{"d_state": 8}, {"d_state": 5, "conv_size": 0, "skip": False, "chunk_size": 16}],
+    "strided": [{"combine": "heads"}, {"combine": "merged", "stride": 7}, {"stride": 1}],
 }
 LENGTHS = [1, 63, 64, 65, 784]
 

@@ -1,39 +1,153 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from imagegen.attention.feature_maps import elu
-from imagegen.attention.linear import LinearAttention
+from imagegen.attention.feature_maps import FEATURE_MAPS, Favor
+from imagegen.attention.linear import (
+    LinearAttention,
+    chunked_linear_attention,
+    recurrent_linear_attention,
+)
 from imagegen.attention.softmax import SoftmaxAttention
 from imagegen.errors import UserError
+from imagegen.generate import generate
+from imagegen.spec import ImageSpec
+from tests.helpers import tiny_model
+
+FAVOR = {"d_model": 16, "n_heads": 2, "feature_map": "favor"}
 
 
-def test_elu_is_elu_plus_one() -> None:
-    x = torch.linspace(-30, 30, 1001, dtype=torch.float64)
-    torch.testing.assert_close(elu(x), torch.nn.functional.elu(x) + 1, rtol=1e-12, atol=1e-12)
-
-
-def test_elu_keeps_strongly_negative_inputs_in_bfloat16() -> None:
-    x = torch.tensor([-40.0, -20.0, -8.0, 0.0, 3.0], dtype=torch.bfloat16, requires_grad=True)
-    y = elu(x)
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    exact = torch.tensor([-40.0, -20.0, -8.0, 0.0, 3.0]).exp().clamp(max=1)
-    torch.testing.assert_close(gradient.float(), exact, rtol=0.01, atol=0)
-    assert (y > 0).all()
-
-
-def test_elu_has_finite_gradients_for_huge_inputs() -> None:
-    x = torch.tensor([1e4, -1e4], requires_grad=True)
-    (gradient,) = torch.autograd.grad(elu(x).sum(), x)
-    assert gradient.tolist() == [1.0, 0.0]
-
-
-def test_states_under_autocast_are_float32() -> None:
-    module = LinearAttention(16, 2)
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_states_under_autocast_are_float32(name: str) -> None:
+    module = LinearAttention(16, 2, feature_map=name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, state = module(torch.randn(1, 10, 16))
+        _, state = module.step(torch.randn(1, 16), state)
     assert {tensor.dtype for tensor in state.tensors()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_the_state_follows_the_number_of_features(name: str) -> None:
+    module = LinearAttention(12, 2, feature_map=name)
+    features = {"polynomial2": 21, "taylor2": 28, "favor": 11, "fourier": 12, "learned": 12}
+    state = module.initial_state(3)
+    assert state.s.shape == (3, 2, features.get(name, 6), 6)
+    shapes = [tensor.shape for tensor in state.tensors()]
+    assert shapes == [tensor.shape for tensor in module(torch.randn(3, 70, 12))[1].tensors()]
+    assert len(shapes) == (3 if name == "favor" else 2)
+
+
+@pytest.mark.parametrize("name", ["elu", "relu", "polynomial2", "taylor2"])
+def test_maps_without_weights_add_nothing_to_a_checkpoint(name: str) -> None:
+    module = LinearAttention(12, 2, feature_map=name)
+    assert set(module.state_dict()) == {"qkv.weight", "qkv.bias", "out.weight", "out.bias"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["favor", "fourier"])
+def test_a_checkpoint_brings_its_own_draw(name: str) -> None:
+    first, second = (LinearAttention(12, 2, feature_map=name) for _ in range(2))
+    assert not torch.equal(first.feature_map.omega, second.feature_map.omega)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(1, 20, 12)
+    assert torch.equal(first(x)[0], second(x)[0])
+
+
+@torch.no_grad()
+def test_favor_comes_close_to_softmax_attention() -> None:
+    torch.manual_seed(0)
+    favor = LinearAttention(16, 2, feature_map="favor", n_features=4000)
+    softmax = SoftmaxAttention(16, 2)
+    softmax.load_state_dict(
+        {name: value for name, value in favor.state_dict().items() if "omega" not in name}
+    )
+    elu = LinearAttention(16, 2)
+    elu.load_state_dict(softmax.state_dict())
+    x = torch.randn(2, 100, 16)
+    exact = softmax(x)[0]
+    error, other = ((module(x)[0] - exact).square().mean() for module in (favor, elu))
+    assert error < 0.01 * exact.square().mean()
+    assert error < 0.1 * other
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_huge_inputs_stay_finite_in_float32(name: str) -> None:
+    torch.manual_seed(0)
+    module = LinearAttention(16, 2, feature_map=name)
+    x = (torch.randn(2, 150, 16) * torch.logspace(-3, 3, 150)[:, None]).requires_grad_()
+    y, state = module(x)
+    gradients = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+    assert all(tensor.isfinite().all() for tensor in (y, *state.tensors(), *gradients))
+    with torch.no_grad():
+        state = module.initial_state(2)
+        for position in range(x.shape[1]):
+            y, state = module.step(x[:, position], state)
+            assert y.isfinite().all()
+
+
+@torch.no_grad()
+def test_favor_is_exact_where_its_features_underflow() -> None:
+    torch.manual_seed(0)
+    favor = Favor(2, 8)
+    q, k, v = torch.randn(3, 1, 2, 60, 8)
+    # The first keys and the last ones are so large that exp(-|k|^2 / 2) is 0.
+    k[:, :, :50] *= torch.linspace(30, 1, 50)[:, None]
+    k[:, :, 50:] *= 30
+    log_q, log_k = (favor.double().log_features(x.double()) for x in (q, k))
+    assert log_k[:, :, [0, -1]].max() < -110
+    logarithms = torch.logsumexp(log_q.unsqueeze(3) + log_k.unsqueeze(2), dim=-1)
+    later = torch.ones(60, 60, dtype=torch.bool).triu(1)
+    expected = (logarithms.masked_fill(later, -torch.inf).softmax(dim=-1) @ v.double()).float()
+
+    phi_q, (phi_k, scale) = favor.float().queries(q), favor.keys(k)
+    y, _ = chunked_linear_attention(phi_q, phi_k, v, None, 16, scale=scale)
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+    _, state = chunked_linear_attention(
+        phi_q[:, :, :1], phi_k[:, :, :1], v[:, :, :1], scale=scale[:, :, :1]
+    )
+    for i in range(1, 60):
+        now = (phi_q[:, :, i], phi_k[:, :, i], v[:, :, i])
+        y, state = recurrent_linear_attention(*now, state, scale=scale[:, :, i])
+        torch.testing.assert_close(y, expected[:, :, i], rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["elu", "fourier"])
+def test_the_least_normaliser_is_known_when_asked_for(name: str) -> None:
+    torch.manual_seed(0)
+    module = LinearAttention(12, 2, feature_map=name, chunk_size=16).double()
+    x = torch.randn(2, 37, 12, dtype=torch.float64)
+    module(x)
+    assert module.normalizer_min is None
+    module.watch_normalizer = True
+    module(x)
+    q, k, _ = module.qkv(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+    scores = module.feature_map.queries(q) @ module.feature_map.keys(k)[0].mT
+    expected = scores.tril().sum(dim=-1).min()
+    torch.testing.assert_close(module.normalizer_min, expected)
+    module.normalizer_min, state = None, module.initial_state(2)
+    for position in range(x.shape[1]):
+        _, state = module.step(x[:, position], state)
+    torch.testing.assert_close(module.normalizer_min, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_models_of_every_map_generate(name: str) -> None:
+    spec = ImageSpec(6, 5, 1, levels=17)
+    attention = {"_target_": "imagegen.attention.linear.LinearAttention", "feature_map": name}
+    model = tiny_model(spec, attention=attention, n_layers=2)
+    sequence = torch.randint(17, (3, 30, 1), dtype=torch.uint8)
+    expected = model.parameters_of(sequence)
+    parameters, state = model.prefill(sequence[:, :13])
+    for position in range(13, 30):
+        torch.testing.assert_close(parameters, expected[:, position], rtol=1e-3, atol=1e-4)
+        if position < 29:
+            parameters, state = model.step(sequence[:, position], state)
+    images = np.concatenate(list(generate(model, 7, seed=3)))
+    assert np.array_equal(np.concatenate(list(generate(model, 7, seed=3, batch_size=3))), images)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +157,14 @@ def test_states_under_autocast_are_float32() -> None:
         ({"d_model": 16, "n_heads": 0}, "must be at least 1"),
         ({"d_model": 16, "n_heads": 2, "head_dim": 0}, "must be at least 1"),
         ({"d_model": 16, "n_heads": 2, "chunk_size": 0}, "chunk_size=0"),
-        ({"d_model": 16, "n_heads": 2, "feature_map": "eluu"}, "choose one of elu, relu"),
+        ({"d_model": 16, "n_heads": 2, "feature_map": "eluu"}, "choose one of elu, relu, poly"),
+        (
+            {"d_model": 16, "n_heads": 2, "n_features": 8},
+            "for favor and fourier only; .*=elu has 8",
+        ),
+        ({**FAVOR, "n_features": 0}, "n_features=0 must be at least 1"),
+        ({**FAVOR, "feature_map": "fourier", "n_features": 7}, "n_features=7 must be even"),
+        ({**FAVOR, "feature_map": "learned", "n_features": 4}, "learned has 16 features here"),
     ],
 )
 def test_impossible_choices_are_refused(options: dict, sentence: str) -> None:
