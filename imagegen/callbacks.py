@@ -198,19 +198,20 @@ class ExactSteps(Callback):
 
 
 class Interruptible(Callback):
-    """Lets Ctrl-C take effect between two steps, so that none is lost or done twice on resuming.
+    """Lets Ctrl-C and SIGTERM take effect between two steps, so that none is lost or done twice.
 
-    A second Ctrl-C stops at once.
+    A second one stops at once. Runs of several processes stop as Lightning stops them.
     """
 
     def __init__(self) -> None:
         self._asked = False
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signal over, where that is possible."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+        if threading.current_thread() is threading.main_thread() and trainer.world_size == 1:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -229,9 +230,8 @@ class Interruptible(Callback):
         print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     def _give_back(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        while self._before:
+            signal.signal(*self._before.popitem())
 
 
 class StopWhole(Callback):

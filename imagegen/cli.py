@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +103,9 @@ def _run(
 ) -> int:
     debug = debugging()
     reported: list[BaseException] = []
+    if threading.current_thread() is threading.main_thread():
+        # A polite kill ends like Ctrl-C: what is half done is cleaned up.
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         register_resolvers()
         if rewrite is not None:
@@ -233,6 +238,10 @@ def _job() -> str:
     from hydra.core.hydra_config import HydraConfig
 
     return " ".join(HydraConfig.get().overrides.task)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _interrupted() -> int:

@@ -225,6 +225,9 @@ def _no_such_option(override: Override, base: DictConfig, config_name: str) -> s
     key, text = override.key_or_group, str(override.input_line)
     names = _flatten(base, skip_hydra=not key.startswith("hydra"))
     near = nearest(key, names if key.startswith("hydra") else [*names, *_known_names(config_name)])
+    if key in near:
+        group = key.partition(".")[0]
+        return f"{text!r}: the {group} chosen has no such option; another choice of {group}= has."
     message = f"{text!r}: there is no option {key!r}"
     parent = key.rpartition(".")[0]
     node = OmegaConf.select(base, parent, throw_on_missing=False) if parent else None

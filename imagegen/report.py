@@ -47,6 +47,8 @@ def describe(error: BaseException) -> str | None:
             return f"the trainer refuses its settings: {text}"
         if kind == "OutOfMemoryError":
             return "the GPU's memory is full; choose a smaller batch_size or model."
+        if isinstance(cause, MemoryError) or "can't allocate memory" in text:
+            return "this machine's memory does not suffice; choose a smaller batch_size or model."
         if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
             return _disk_sentence(cause)
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter failed" in text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping
@@ -24,16 +24,20 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.build import build
-from imagegen.callbacks import ExactSteps, Interruptible, Rates, format_seconds
+from imagegen.callbacks import ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
+from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.errors import UserError
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.model import ImageTransformer
 from imagegen.output import write_atomic
-from imagegen.resume import claim_run_folder, quote
+from imagegen.resume import claim_run_folder
+from imagegen.summary import argument, limits, say_result, say_what, summarize
 from imagegen.training import ImageModule
+
+MAX_SEED = 2**32 - 1
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -84,7 +88,11 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     with claim_run_folder(folder, resuming=cfg.resume is not None):
-        return _train(cfg, folder, list(hydra.overrides.task))
+        try:
+            return _train(cfg, folder, list(hydra.overrides.task))
+        except UserError:
+            _remove_if_unused(folder)
+            raise
 
 
 def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -93,8 +101,12 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
+    # Small data sets make short epochs; rows of the log then stand further apart than epochs.
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
     torch.set_float32_matmul_precision("high")
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= MAX_SEED:
+        raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {MAX_SEED}.")
     seed_everything(cfg.seed, workers=True, verbose=False)
 
     dataset = build(config["dataset"], ImageDataset)
@@ -104,33 +116,53 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     kept = [text for text in overrides if not text.startswith("resume=")]
     metadata = make_metadata(dataset.spec, described, _placed(config["dataset"]), config, kept)
     model = ImageTransformer(dataset.spec, **described)
+    _check_optimizer(cfg, model)
     module = ImageModule(model, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
+    # Before anything is written, so that data that cannot be had leave no run behind.
+    data.prepare_data()
+    data.split("train")
 
     trainer = _trainer(cfg, [Metadata(metadata, dataset), ExactSteps(cfg.seed), Interruptible()])
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    _say_what(cfg, dataset, parameters, folder, trainer)
+    say_what(cfg, dataset, parameters, folder, trainer)
 
-    finished = False
+    state = "failed"
     try:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
-        finished = True
+        state = "finished"
+    except (KeyboardInterrupt, SystemExit):
+        state = "interrupted"
+        raise
     finally:
-        summary = _summary(trainer, folder, parameters, finished)
-        _close(trainer.loggers, finished)
+        summary = summarize(trainer, folder, parameters, state)
+        _close(trainer.loggers, state == "finished")
         if trainer.is_global_zero:
             write_atomic(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-            if not finished and (folder / "checkpoints/last.ckpt").exists():
-                print(f"to continue: python train.py resume={_shown(folder)}", file=sys.stderr)
+            if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
+                print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
     if resumed and resumed["step"] == trainer.global_step:
         raise UserError(
-            f"the run in {folder} has come to its end already ({_limits(cfg)}); raise the limit to "
+            f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
             "train it further, for example trainer.max_epochs=40."
         )
-    _say_result(summary, folder)
+    say_result(summary, folder)
     return summary
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Remove a run folder that holds only what Hydra has put there: no run has begun in it."""
+    if is_first_process() and {path.name for path in folder.iterdir()} <= {".hydra", "train.log"}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_optimizer(cfg: DictConfig, model: ImageTransformer) -> None:
+    try:
+        instantiate(cfg.optimizer)(model.parameters())
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the optimizer refuses its settings: {error}.") from error
 
 
 def _placed(dataset: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,94 +236,6 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
 
 
-def _summary(trainer: Trainer, folder: Path, parameters: int, finished: bool) -> dict[str, Any]:
-    summary: dict[str, Any] = {
-        "state": "finished" if finished else "interrupted",
-        "best_bits_per_dim": None,
-        "best_checkpoint": None,
-        "steps": trainer.global_step,
-        "epochs": trainer.current_epoch,
-        "seconds": 0.0,
-        "images_per_second": None,
-        "parameters": parameters,
-    }
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelCheckpoint) and callback.monitor:
-            if callback.best_model_score is not None:
-                best = Path(callback.best_model_path)
-                summary["best_bits_per_dim"] = float(callback.best_model_score)
-                inside = best.is_relative_to(folder)
-                summary["best_checkpoint"] = str(best.relative_to(folder) if inside else best)
-        elif isinstance(callback, Timer):
-            summary["seconds"] = round(callback.time_elapsed(), 1)
-        elif isinstance(callback, Rates) and callback.images_per_second > 0:
-            summary["images_per_second"] = round(callback.images_per_second, 1)
-    return summary
-
-
 @rank_zero_only
 def _close(loggers: list[Logger], finished: bool) -> None:
     close_loggers(loggers, finished)
-
-
-@rank_zero_only
-def _say_what(
-    cfg: DictConfig, dataset: ImageDataset, parameters: int, folder: Path, trainer: Trainer
-) -> None:
-    spec = dataset.spec
-    attention = str(cfg.attention.get("_target_")).rpartition(".")[2]
-    print(
-        f"{dataset.name}: {spec.height}x{spec.width}x{spec.channels}, {spec.levels} levels; "
-        f"{attention}, {cfg.model.n_layers} layers x {cfg.model.d_model}, "
-        f"{parameters / 1e6:.2f} M parameters; {trainer.accelerator.__class__.__name__}"
-    )
-    print(f"run folder: {_shown(folder)}", flush=True)
-
-
-@rank_zero_only
-def _say_result(summary: Mapping[str, Any], folder: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    best = summary["best_bits_per_dim"]
-    rows = {
-        "best validation": "none" if best is None else f"{best:.4f} bits/dim",
-        "best checkpoint": summary["best_checkpoint"] or "none",
-        "steps": f"{summary['steps']:,} in {summary['epochs']} epochs",
-        "time": format_seconds(summary["seconds"]),
-        "parameters": f"{summary['parameters']:,}",
-        "run folder": _shown(folder),
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
-    run = _shown(folder)
-    if not (folder / "checkpoints").is_dir():
-        return
-    print(
-        "next:\n"
-        f"  python sample.py ckpt={run} n=64\n"
-        f"  python sample.py ckpt={run} task=complete\n"
-        f"  python -m imagegen.evaluate ckpt={run} split=test"
-    )
-
-
-def _limits(cfg: DictConfig) -> str:
-    names = ("max_epochs", "max_steps", "max_time")
-    return ", ".join(
-        f"trainer.{name}={cfg.trainer[name]}"
-        for name in names
-        if cfg.trainer.get(name) not in (None, -1)
-    )
-
-
-def _shown(folder: Path) -> str:
-    """The folder as a user can type it behind `ckpt=`, relative where that is shorter."""
-    path = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    plain = str(path)
-    if all(char.isalnum() or char in "/._-+:" for char in plain):
-        return plain
-    return shlex.quote(quote(plain))

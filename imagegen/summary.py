@@ -1,0 +1,114 @@
+"""What a training run says about itself: at its start, at its end, and in `summary.json`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from imagegen.callbacks import Rates, format_seconds
+from imagegen.data.base import ImageDataset
+from imagegen.resume import quote
+
+
+def summarize(trainer: Trainer, folder: Path, parameters: int, state: str) -> dict[str, Any]:
+    """What `summary.json` holds; `state` is finished, interrupted or failed."""
+    summary: dict[str, Any] = {
+        "state": state,
+        "best_bits_per_dim": None,
+        "best_checkpoint": None,
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "seconds": 0.0,
+        "images_per_second": None,
+        "parameters": parameters,
+    }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint) and callback.monitor:
+            if callback.best_model_score is not None:
+                best = Path(callback.best_model_path)
+                summary["best_bits_per_dim"] = float(callback.best_model_score)
+                inside = best.is_relative_to(folder)
+                summary["best_checkpoint"] = str(best.relative_to(folder) if inside else best)
+        elif isinstance(callback, Timer):
+            summary["seconds"] = round(callback.time_elapsed(), 1)
+        elif isinstance(callback, Rates) and callback.images_per_second > 0:
+            summary["images_per_second"] = round(callback.images_per_second, 1)
+    return summary
+
+
+@rank_zero_only
+def say_what(
+    cfg: DictConfig, dataset: ImageDataset, parameters: int, folder: Path, trainer: Trainer
+) -> None:
+    """Print what is about to be trained, and where."""
+    spec = dataset.spec
+    attention = str(cfg.attention.get("_target_")).rpartition(".")[2]
+    print(
+        f"{dataset.name}: {spec.height}x{spec.width}x{spec.channels}, {spec.levels} levels; "
+        f"{attention}, {cfg.model.n_layers} layers x {cfg.model.d_model}, "
+        f"{parameters / 1e6:.2f} M parameters; {trainer.accelerator.__class__.__name__}"
+    )
+    print(f"run folder: {shown(folder)}", flush=True)
+
+
+@rank_zero_only
+def say_result(summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the result as a table, and the commands to type next."""
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    best = summary["best_bits_per_dim"]
+    rows = {
+        "best validation": "none" if best is None else f"{best:.4f} bits/dim",
+        "best checkpoint": summary["best_checkpoint"] or "none",
+        "steps": f"{summary['steps']:,} in {summary['epochs']} epochs",
+        "time": format_seconds(summary["seconds"]),
+        "parameters": f"{summary['parameters']:,}",
+        "run folder": shown(folder),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+    run = argument("ckpt", folder)
+    if not (folder / "checkpoints").is_dir():
+        return
+    print(
+        "next:\n"
+        f"  python sample.py {run} n=64\n"
+        f"  python sample.py {run} task=complete\n"
+        f"  python -m imagegen.evaluate {run} split=test"
+    )
+
+
+def limits(cfg: DictConfig) -> str:
+    """The limits of a run, as they are typed."""
+    names = ("max_epochs", "max_steps", "max_time")
+    return ", ".join(
+        f"trainer.{name}={cfg.trainer[name]}"
+        for name in names
+        if cfg.trainer.get(name) not in (None, -1)
+    )
+
+
+def shown(folder: Path) -> str:
+    """The folder as it is shown, relative where that is shorter."""
+    path = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return str(path)
+
+
+def argument(name: str, folder: Path) -> str:
+    """`name=folder` as a user can type it in a shell, for Hydra to read."""
+    path = shown(folder)
+    if all(char.isalnum() or char in "/._-+:" for char in path):
+        return f"{name}={path}"
+    quoted = f"{name}={quote(path)}"
+    return shlex.quote(quoted) if any(char in '"$`\\!' for char in quoted) else f'"{quoted}"'
