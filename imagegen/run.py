@@ -90,7 +90,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     with claim_run_folder(folder, resuming=cfg.resume is not None):
         try:
             return _train(cfg, folder, list(hydra.overrides.task))
-        except UserError:
+        except Exception:
             _remove_if_unused(folder)
             raise
 

@@ -38,14 +38,15 @@ SMALL = [
 
 
 class Interrupt(Callback):
-    """Presses Ctrl-C after the third step of the second epoch, once."""
+    """Presses Ctrl-C, or sends another signal, after the third step of the second epoch, once."""
 
     armed = False
+    number = signal.SIGINT
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == 9 and Interrupt.armed:
             Interrupt.armed = False
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), Interrupt.number)
 
 
 def _train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -180,9 +181,14 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(
     assert json.loads((parts / "summary.json").read_text())["steps"] == 18
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_goes_on_in_the_middle_of_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
+    monkeypatch.setattr(Interrupt, "number", number)
     interrupt = ("+callbacks.interrupt._target_=tests.test_run.Interrupt",)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     shared = [*SMALL, "scheduler=constant", "trainer.log_every_n_steps=1"]
@@ -233,10 +239,34 @@ def test_bad_resumes_are_refused(
     assert (run / "metrics.csv").read_text() == before[1]
 
 
+def test_an_option_of_another_choice_is_named_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["attention=softmax", "attention.feature_map=relu", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert _train(monkeypatch, *SMALL, *typed) == 1
+    assert "the attention chosen has no such option; another choice" in capfd.readouterr().err
+
+
+def test_a_run_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("imagegen.training.ImageModule.training_step", fail)
+    assert _train(monkeypatch, *SMALL, f"hydra.run.dir={run}") == 1
+    assert json.loads((run / "summary.json").read_text())["state"] == "failed"
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("batch_size=0", "batch_size=0"),
+        ("seed=-1", "seed=-1 must be a whole number from 0 to"),
+        ("seed=5000000000", "seed=5000000000 must be a whole number from 0 to"),
+        ("optimizer.lr=-1", "the optimizer refuses its settings: Invalid learning rate"),
+        ("model.d_model=40000000", "memory does not suffice"),
+        ("dataset={_target_: imagegen.data.image_folder.ImageFolder, root: nowhere}", "nowhere"),
         ("model.n_layers=0", "model.n_layers=0"),
         ("trainer.max_time=00:00:00:00", "leaves no time to train"),
         ("trainer.max_time=1h", "trainer.max_time=1h must be days:hours:minutes:seconds"),
@@ -258,4 +288,4 @@ def test_bad_settings_are_one_sentence(
     assert error.count("\n") == 1
     assert error.startswith("error: ")
     assert sentence in error
-    assert not (run / "checkpoints").exists()
+    assert not run.exists()
