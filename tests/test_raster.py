@@ -36,7 +36,6 @@ def test_order_is_row_by_row_and_channel_by_channel() -> None:
     ("values", "sentence"),
     [
         ({"height": 0, "width": 1}, "height is 0"),
-        ({"height": 1, "width": 2.5}, "width is 2.5"),
         ({"height": 1, "width": 1, "channels": True}, "channels is True"),
         ({"height": 1, "width": 1, "levels": 1}, "levels is 1, but it must lie between 2 and 256"),
         ({"height": 1, "width": 1, "levels": 257}, "levels is 257"),
