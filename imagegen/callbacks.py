@@ -158,12 +158,11 @@ class Report(Callback):
             if value is not None:
                 parts.append(f"{name} {value.item():.4f}")
         parts[-1] += " bits/dim"
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Rates):
-                parts.append(f"{callback.images_per_second:,.0f} images/s")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Timer):
-                parts.append(format_seconds(callback.time_elapsed()))
+        found = {type(callback): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        if Rates in found:
+            parts.append(f"{found[Rates].images_per_second:,.0f} images/s")
+        if Timer in found:
+            parts.append(format_seconds(found[Timer].time_elapsed()))
         pl_module.print("  ".join(parts))
 
 

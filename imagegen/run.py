@@ -35,7 +35,7 @@ from imagegen.model import ImageTransformer
 from imagegen.output import write_atomic
 from imagegen.resume import claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
-from imagegen.training import ImageModule
+from imagegen.training import ImageModule, OptimizerFactory
 
 MAX_SEED = 2**32 - 1
 
@@ -112,12 +112,11 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     dataset = build(config["dataset"], ImageDataset)
     described = {**config["model"], "attention": config["attention"], "head": config["head"]}
     resumed = _resume_state(cfg.resume, described, dataset)
-    # The run folder's name is no part of what a model is.
+    # Whoever resumes this run says so anew.
     kept = [text for text in overrides if not text.startswith("resume=")]
     metadata = make_metadata(dataset.spec, described, _placed(config["dataset"]), config, kept)
     model = ImageTransformer(dataset.spec, **described)
-    _check_optimizer(cfg, model)
-    module = ImageModule(model, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
+    module = ImageModule(model, _optimizer(cfg, model), instantiate(cfg.scheduler))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
     # Before anything is written, so that data that cannot be had leave no run behind.
     data.prepare_data()
@@ -158,11 +157,14 @@ def _remove_if_unused(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_optimizer(cfg: DictConfig, model: ImageTransformer) -> None:
+def _optimizer(cfg: DictConfig, model: ImageTransformer) -> OptimizerFactory:
+    """The optimizer's factory, tried once, so that bad settings are refused before a run begins."""
+    factory: OptimizerFactory = instantiate(cfg.optimizer)
     try:
-        instantiate(cfg.optimizer)(model.parameters())
+        factory(model.parameters())
     except (TypeError, ValueError) as error:
         raise UserError(f"the optimizer refuses its settings: {error}.") from error
+    return factory
 
 
 def _placed(dataset: Mapping[str, Any]) -> dict[str, Any]:
