@@ -41,7 +41,7 @@ TABLES: dict[str, dict[str, list[str]]] = {
     "digits": {
         "softmax": ["attention=softmax"],
         **LINEAR,
-        **LSH,
+        **{f"{name}, 4 buckets": [*o, "attention.n_buckets=4"] for name, o in LSH.items()},
         "local (window 16)": ["attention=local", "attention.window=16"],
         "strided": ["attention=strided"],
         "retention": ["attention=retention"],
