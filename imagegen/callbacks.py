@@ -63,8 +63,8 @@ class Grids(Callback):
         """Go on counting."""
         self._validations = state_dict["validations"]
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw, in the first process only."""
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw, in the first process only, while a `WeightAverage` still shows the average."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self._validations += 1
@@ -76,15 +76,24 @@ class Grids(Callback):
                 self._emit(trainer, "completions", self._completions(trainer, pl_module))
 
     def _samples(self, module: ImageModule) -> np.ndarray:
-        drawn = np.concatenate(list(generate(module.model, self.n_samples, seed=self.seed)))
-        return make_grid(to_display(drawn, module.model.spec.levels))
+        model = module.model
+        # Classes in turn, each in a column of its own where there are few.
+        labels = None if model.n_classes is None else range(model.n_classes)
+        drawn = list(generate(model, self.n_samples, seed=self.seed, labels=labels))
+        columns = None if labels is None or len(labels) > self.n_samples else len(labels)
+        return make_grid(to_display(np.concatenate(drawn), model.spec.levels), columns)
 
     def _completions(self, trainer: Trainer, module: ImageModule) -> np.ndarray:
         spec = module.model.spec
         split = trainer.datamodule.split("val")  # type: ignore[attr-defined]
         images = np.ascontiguousarray(split.images[: self.n_completed])
         rows = [round(self.visible * spec.height)] * len(images)
-        drawn = complete(module.model, images, rows, self.completions, seed=self.seed)
+        labels = None
+        if module.model.n_classes is not None and split.labels is not None:
+            labels = split.labels[: self.n_completed].tolist()
+        drawn = complete(
+            module.model, images, rows, self.completions, seed=self.seed, labels=labels
+        )
         originals, drawn = to_display(images, spec.levels), to_display(drawn, spec.levels)
         return make_completion_grid(originals, drawn, rows)
 

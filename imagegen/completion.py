@@ -88,7 +88,11 @@ def rows_to_keep(options: SampleOptions, n: int, height: int) -> list[int]:
 
 
 def draw_completions(
-    model: ImageTransformer, options: SampleOptions, partial: Partial, folder: Path
+    model: ImageTransformer,
+    options: SampleOptions,
+    labels: Sequence[int] | None,
+    partial: Partial,
+    folder: Path,
 ) -> dict[str, Any]:
     """Draw all completions, then write each into `folder` beside its original, and a grid.
 
@@ -106,7 +110,8 @@ def draw_completions(
             partial.visible_rows,
             k,
             seed=options.seed,
-            temperature=options.temperature,
+            controls=options.controls,
+            labels=labels,
             batch_size=options.batch_size,
             progress=advance,
         )

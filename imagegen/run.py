@@ -31,7 +31,8 @@ from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.errors import UserError
 from imagegen.loggers import build_loggers, close_loggers, logger_state
-from imagegen.model import ImageTransformer
+from imagegen.model import ImageTransformer, default_options
+from imagegen.model_options import model_options
 from imagegen.output import write_atomic
 from imagegen.resume import claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
@@ -110,7 +111,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     seed_everything(cfg.seed, workers=True, verbose=False)
 
     dataset = build(config["dataset"], ImageDataset)
-    described = {**config["model"], "attention": config["attention"], "head": config["head"]}
+    described = model_options(config, dataset)
     resumed = _resume_state(cfg.resume, described, dataset)
     # Whoever resumes this run says so anew.
     kept = [text for text in overrides if not text.startswith("resume=")]
@@ -185,8 +186,9 @@ def _resume_state(
             f"{resume} was trained on images of {metadata['spec']}, but the data set has "
             f"{dataset.spec.to_dict()}; resume with the data set it was trained on."
         )
-    before = metadata["model"]
-    changed = [key for key in {**before, **model} if before.get(key) != model.get(key)]
+    # A checkpoint of before lacks the options that have come since, which do nothing by default.
+    before, now = ({**default_options(), **options} for options in (metadata["model"], model))
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
         raise UserError(
             f"{resume} cannot be resumed with another model: {', '.join(changed)} differ; leave "
