@@ -99,6 +99,15 @@ def flag(value: object, name: str) -> bool:
     return value
 
 
+def paths(value: object, name: str) -> tuple[Path, ...]:
+    """One or more paths, absolute."""
+    values = as_list(value)
+    typed = [str(path) for path in ([value] if values is None else values)]
+    if not typed or not all(path.strip() for path in typed):
+        raise UserError(f"{name} is empty; give an image file, a folder, or a list of them.")
+    return tuple(absolute(path) for path in typed)
+
+
 def checkpoint_path(value: object) -> str:
     """The `ckpt` option, which has no default."""
     if value is None or not str(value).strip():

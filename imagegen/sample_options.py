@@ -74,7 +74,7 @@ class SampleOptions:
             label=config["label"],
             batch_size=opt.optional_whole_number(config["batch_size"], "batch_size", 1),
             device=str(config["device"]),
-            images=_image_paths(config["images"]),
+            images=None if config["images"] is None else opt.paths(config["images"], "images"),
             completions=opt.whole_number(completions, "completions", 1),
             resize=opt.flag(config["resize"], "resize"),
             dataset=config["dataset"] or {},
@@ -88,16 +88,6 @@ def _out_folder(value: object) -> Path:
     if not str(value).strip():
         raise UserError("out is empty; name a folder, such as out=samples/first.")
     return opt.absolute(str(value))
-
-
-def _image_paths(value: object) -> tuple[Path, ...] | None:
-    if value is None:
-        return None
-    values = opt.as_list(value)
-    paths = [str(path) for path in ([value] if values is None else values)]
-    if not paths or not all(path.strip() for path in paths):
-        raise UserError("images is empty; give an image file, a folder, or a list of them.")
-    return tuple(opt.absolute(path) for path in paths)
 
 
 def _visible(visible: object, visible_rows: object) -> dict[str, Any]:
