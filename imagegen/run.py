@@ -97,13 +97,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    # The folder of a run that goes on holds its checkpoints.
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
-    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
-    # Small data sets make short epochs; rows of the log then stand further apart than epochs.
-    warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
+    quiet_lightning()
     torch.set_float32_matmul_precision("high")
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= MAX_SEED:
@@ -150,6 +144,17 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
         )
     say_result(summary, folder)
     return summary
+
+
+def quiet_lightning() -> None:
+    """Silence what Lightning says of things that are as they should be."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    # The folder of a run that goes on holds its checkpoints.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
+    # Small data sets make short epochs; rows of the log then stand further apart than epochs.
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
 
 
 def _remove_if_unused(folder: Path) -> None:
