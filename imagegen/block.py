@@ -5,6 +5,8 @@ Axes: `b` batch, `n` position, `e` model width.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.errors import UserError
+from imagegen.row_convolution import RowConvolution, RowState
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -45,6 +48,23 @@ class GatedLinearUnit(nn.Module):
         return self.activation(gate) * value
 
 
+@dataclasses.dataclass
+class BlockState(AttentionState):
+    """The states of a block's convolution and of its attention."""
+
+    rows: RowState
+    attention: AttentionState
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.rows.tensors(), *self.attention.tensors()]
+
+    def clone(self) -> BlockState:
+        return BlockState(self.rows.clone(), self.attention.clone())
+
+    def repeat(self, times: int) -> BlockState:
+        return BlockState(self.rows.repeat(times), self.attention.repeat(times))
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer, each with its residual connection and norm.
 
@@ -63,9 +83,12 @@ class Block(nn.Module):
             half.
         residual_scale: initial value of a learned factor for each feature on what a layer adds
             (LayerScale, Touvron et al., 2021, eq. 4); no such factor by default.
+        convolution: [rows, columns] of a `RowConvolution` that comes first, with a norm and a
+            residual connection of its own; none by default.
+        row_length: positions in a row of the image.
 
     Raises:
-        UserError: for unknown names.
+        UserError: for unknown names and an impossible convolution.
     """
 
     def __init__(
@@ -79,6 +102,8 @@ class Block(nn.Module):
         norm: str = "layer",
         gated: bool = False,
         residual_scale: float | None = None,
+        convolution: Sequence[int] | None = None,
+        row_length: int = 1,
     ) -> None:
         super().__init__()
         self.attention = attention
@@ -99,17 +124,56 @@ class Block(nn.Module):
                 nn.Parameter(torch.full((d_model,), float(residual_scale))) for _ in range(2)
             )
 
+        self.convolution = None
+        if convolution is not None:
+            if len(convolution) != 2:
+                raise UserError(
+                    f"model.convolution={list(convolution)} must be [rows, columns], such as [2,2]."
+                )
+            self.convolution = RowConvolution(d_model, row_length, *convolution)
+            self.norm0 = known("norm", norm, NORMS)(d_model)
+
     def forward(
         self, x: Float[Tensor, "b n e"], state: AttentionState | None
     ) -> tuple[Float[Tensor, "b n e"], AttentionState]:
         """All positions at once, continuing from `state`."""
-        y, state = self.attention(self.norm1(x) if self.norm_first else x, state)
-        return self._residuals(x, y), state
+        if self.convolution is None:
+            return self._attended(x, state)
+        assert state is None or isinstance(state, BlockState)
+        y, rows = self.convolution(self._before(x), None if state is None else state.rows)
+        x, after = self._attended(self._after(x, y), None if state is None else state.attention)
+        return x, BlockState(rows, after)
 
     def step(
         self, x: Float[Tensor, "b e"], state: AttentionState
     ) -> tuple[Float[Tensor, "b e"], AttentionState]:
         """One position."""
+        if self.convolution is None:
+            return self._attended_step(x, state)
+        assert isinstance(state, BlockState)
+        y, rows = self.convolution.step(self._before(x), state.rows)
+        x, after = self._attended_step(self._after(x, y), state.attention)
+        return x, BlockState(rows, after)
+
+    def initial_state(self, batch_size: int) -> AttentionState:
+        """The state before the first position."""
+        state = self.attention.initial_state(batch_size)
+        if self.convolution is None:
+            return state
+        return BlockState(self.convolution.initial_state(batch_size), state)
+
+    def _before(self, x: Tensor) -> Tensor:
+        return self.norm0(x) if self.norm_first else x
+
+    def _after(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.dropout(y)
+        return x if self.norm_first else self.norm0(x)
+
+    def _attended(self, x: Tensor, state: AttentionState | None) -> tuple[Tensor, AttentionState]:
+        y, state = self.attention(self.norm1(x) if self.norm_first else x, state)
+        return self._residuals(x, y), state
+
+    def _attended_step(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
         y, state = self.attention.step(self.norm1(x) if self.norm_first else x, state)
         return self._residuals(x, y), state
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -78,7 +78,7 @@ class ImageTransformer(nn.Module):
         attention, head, embedding: plain dictionaries, a `_target_` of this package and options.
         n_layers, d_model, n_heads, head_dim, d_ff: sizes; head_dim is d_model / n_heads by default.
         dropout: share of activations zeroed in training.
-        activation, norm_first, norm, gated, residual_scale: see `Block`.
+        activation, norm_first, norm, gated, residual_scale, convolution: see `Block`.
         tokens: what a step predicts, see `Raster`.
         n_classes: number of labels that the model is conditioned on; none by default.
         label_dropout: share of labels withheld in training, so that the model also learns to do
@@ -107,6 +107,7 @@ class ImageTransformer(nn.Module):
         norm: str = "layer",
         gated: bool = False,
         residual_scale: float | None = None,
+        convolution: Sequence[int] | None = None,
         tokens: str = "subpixel",
         n_classes: int | None = None,
         label_dropout: float = 0.1,
@@ -152,6 +153,8 @@ class ImageTransformer(nn.Module):
                 norm=norm,
                 gated=gated,
                 residual_scale=residual_scale,
+                convolution=convolution,
+                row_length=self.raster.row_length,
             )
             for layer in range(n_layers)
         )
@@ -216,7 +219,7 @@ class ImageTransformer(nn.Module):
             dtype=torch.uint8,
             device=self.device,
         )
-        layers = [block.attention.initial_state(batch_size) for block in self._blocks()]
+        layers = [block.initial_state(batch_size) for block in self._blocks()]
         return ModelState(0, recent, layers, self._context(batch_size, labels, None))
 
     def prefill(

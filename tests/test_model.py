@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "linear-paper-pixel": {"norm_first": False, "tokens": "pixel"},
     "linear-neighbourhood": {},
     "linear-neighbourhood-pixel": {"tokens": "pixel", "n_classes": 3, "flips": True},
+    "linear-neighbourhood-convolution": {"convolution": [1, 2], "tokens": "pixel"},
     "softmax-neighbourhood": MODERN,
 }
 
@@ -209,6 +210,7 @@ def test_paper_models_have_the_papers_size() -> None:
         ({"norm": "batch"}, "model.norm=batch is unknown; choose one of layer, rms"),
         ({"tokens": "patch"}, "model.tokens=patch is unknown"),
         ({"label_dropout": 1.5}, "model.label_dropout=1.5 must lie between 0 and 1"),
+        ({"convolution": [2]}, r"model.convolution=\[2\] must be"),
         ({"n_classes": 0}, "n_classes=0 must be at least 1"),
         ({"head": {"_target_": "os.system"}}, "not one of imagegen's OutputHead"),
         (
