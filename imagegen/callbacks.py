@@ -15,6 +15,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.durations import format_seconds
 from imagegen.generate import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
@@ -251,10 +252,3 @@ class StopWhole(Callback):
         """Ask for the end once the steps are spent."""
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True
-
-
-def format_seconds(seconds: float) -> str:
-    """1:02:03, or 02:03 below an hour."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"

@@ -23,6 +23,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.bad_numbers import BadNumbers
 from imagegen.build import build
 from imagegen.callbacks import ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
@@ -117,12 +118,15 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     data.prepare_data()
     data.split("train")
 
-    trainer = _trainer(cfg, [Metadata(metadata, dataset), ExactSteps(cfg.seed), Interruptible()])
+    own = [ExactSteps(cfg.seed), Interruptible(), BadNumbers(cfg.on_nan, folder)]
+    trainer = _trainer(cfg, [Metadata(metadata, dataset), *own])
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say_what(cfg, dataset, parameters, folder, trainer)
 
+    # A run that is killed leaves this behind; see `imagegen.runs`.
+    _write_summary(folder, summarize(trainer, folder, parameters, "running"))
     state = "failed"
     try:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
@@ -133,8 +137,8 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     finally:
         summary = summarize(trainer, folder, parameters, state)
         _close(trainer.loggers, state == "finished")
+        _write_summary(folder, summary)
         if trainer.is_global_zero:
-            write_atomic(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
                 print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
     if resumed and resumed["step"] == trainer.global_step:
@@ -243,6 +247,11 @@ def _duration(text: str | None) -> timedelta | None:
 @rank_zero_only
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+
+
+@rank_zero_only
+def _write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    write_atomic(folder / "summary.json", json.dumps(dict(summary), indent=2) + "\n")
 
 
 @rank_zero_only

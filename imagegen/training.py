@@ -47,7 +47,8 @@ class ImageModule(LightningModule):
         self.model = model
         self.optimizer_factory = optimizer
         self.schedule = schedule
-        self.val_bits_per_dim = MeanMetric()
+        # By default, what is no number would be left out.
+        self.val_bits_per_dim = MeanMetric(nan_strategy="disable")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean bits/dim of a batch, a random half of it mirrored if the model knows of that."""
