@@ -70,9 +70,13 @@ class Point:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak memory of the first step, the one in a fresh process."""
-        first = self.warm_up or (self.steps[0] if self.steps else None)
-        return first.peak_bytes if first else None
+        """Median of the peaks, that of the warm-up among them.
+
+        A first step may find the allocator in better or worse order than later ones do.
+        """
+        steps = self.steps if self.warm_up is None else [self.warm_up, *self.steps]
+        peaks = [step.peak_bytes for step in steps if step.peak_bytes is not None]
+        return round(statistics.median(peaks)) if peaks else None
 
 
 def measure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from imagegen.benchmark.measure import Point
@@ -44,16 +45,8 @@ def tabled(points: Sequence[Point]) -> dict[str, Any]:
                 "length": point.length,
                 "seconds": point.seconds,
                 "peak_bytes": point.peak_bytes,
-                "repeats": {
-                    "seconds": [step.seconds for step in point.steps],
-                    "peak_bytes": [step.peak_bytes for step in point.steps],
-                },
-                "warm_up": None
-                if point.warm_up is None
-                else {
-                    "seconds": point.warm_up.seconds,
-                    "peak_bytes": point.warm_up.peak_bytes,
-                },
+                "repeats": [asdict(step) for step in point.steps],
+                "warm_up": asdict(point.warm_up) if point.warm_up else None,
                 "not_measured": point.reason,
             }
             for point in points
@@ -86,6 +79,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         *_table(result, "seconds", lambda seconds: _digits(1e3 * seconds)),
         "",
         "## Peak memory, MiB above the prepared process",
+        "",
+        f"A fresh process for each number, the allocator as it comes; {result['memory_meter']}.",
         "",
         *_table(result, "peak_bytes", lambda size: _digits(size / 2**20)),
     ]
@@ -121,10 +116,10 @@ def _digits(value: float) -> str:
 def _spread(result: Mapping[str, Any]) -> str:
     """How far apart repeats of one step are."""
     ratios = [
-        (max(repeats) / min(repeats), each["name"], point["length"])
+        (max(seconds) / min(seconds), each["name"], point["length"])
         for each in result["mechanisms"]
         for point in each["points"]
-        if len(repeats := point["repeats"]["seconds"]) > 1
+        if len(seconds := [step["seconds"] for step in point["repeats"]]) > 1
     ]
     if not ratios:
         return ""

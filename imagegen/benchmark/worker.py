@@ -43,9 +43,17 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """One go: seconds, and peak memory above that of the prepared process (None: no meter)."""
+    """One go.
+
+    Attributes:
+        seconds: on the clock.
+        cpu_seconds: of all threads of the process; far fewer than seconds * threads where other
+            programs take the cores.
+        peak_bytes: peak memory above that of the prepared process; None where there is no meter.
+    """
 
     seconds: float
+    cpu_seconds: float
     peak_bytes: int | None
 
 
@@ -163,8 +171,8 @@ def _measured(go: Callable[[], None], meter: Meter | None, device: str) -> Measu
     if meter is not None:
         meter.reset()
     finish()
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     go()
     finish()
-    seconds = time.perf_counter() - started
-    return Measured(seconds, meter.peak() if meter else None)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    return Measured(seconds, cpu_seconds, meter.peak() if meter else None)

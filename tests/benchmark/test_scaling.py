@@ -76,10 +76,13 @@ def test_command_writes_what_it_measured(done: tuple[Path, Any]) -> None:
     for each in result["mechanisms"]:
         assert [point["length"] for point in each["points"]] == [64, 128]
         for point in each["points"]:
-            repeats = point["repeats"]["seconds"]
-            assert len(repeats) == len(point["repeats"]["peak_bytes"]) == 2
-            assert point["seconds"] == statistics.median(repeats) > 0
-            assert point["warm_up"]["seconds"] > 0
+            steps = [point["warm_up"], *point["repeats"]]
+            assert len(steps) == 3
+            assert all(step["seconds"] > 0 and step["cpu_seconds"] > 0 for step in steps)
+            assert all(isinstance(step["peak_bytes"], int) for step in steps)
+            assert point["seconds"] == statistics.median(step["seconds"] for step in steps[1:])
+            peak = statistics.median(step["peak_bytes"] for step in steps)
+            assert point["peak_bytes"] == peak
             assert point["not_measured"] is None
     table = (out / "scaling.md").read_text()
     assert "| mechanism | 64 | 128 | a doubling |" in table
@@ -228,7 +231,7 @@ class Fake:
         self.log.append(f"step {self.name}")
         if not self.seconds:
             raise WorkerFailed("no memory")
-        return Measured(self.seconds.pop(0), 1000 * len(self.seconds))
+        return Measured(self.seconds.pop(0), 0.5, 1000 * len(self.seconds))
 
     def close(self) -> None:
         assert not self.closed
@@ -257,8 +260,8 @@ def test_mechanisms_take_turns() -> None:
     points, log, told = fakes(steps, Plan((8,), repeats=2, budget=100, time_limit=100))
     assert log == ["ready a", "ready b", *["step a", "step b"] * 3]
     assert points["a"][0].seconds == 2.0
-    assert points["a"][0].warm_up == Measured(9.0, 2000)
-    assert points["a"][0].peak_bytes == 2000
+    assert points["a"][0].warm_up == Measured(9.0, 0.5, 2000)
+    assert points["a"][0].peak_bytes == 1000  # of 2000, 1000 and 0
     assert told == ["8 positions: 2 measured"]
 
 
@@ -306,6 +309,7 @@ def test_failures_are_told_and_end_a_mechanism_alone(broken: str, why: str) -> N
         "model": {"n_layers": 2, "d_model": 8, "n_heads": 2, "batch_size": 1, "dtype": "float32"},
         "machine": {"gpu": None, "processor": "abacus"},
         "threads": 1,
+        "memory_meter": "scales",
         "torch_version": "2",
         "imagegen_version": "0",
         "plan": {"lengths": [8, 16], "repeats": 1, "budget": 99.0, "in_turn": True},
