@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -37,15 +37,17 @@ class Plan:
         budget: seconds of steps after which none is repeated; a first step that takes longer is
             the measurement itself.
         time_limit: longer lengths are skipped once a step took more seconds.
-        in_turn: whether everything is measured in turn at each length, or one after the other,
-            so that only one process holds memory.
+        memory_bytes: all that is expected to fit in here together is measured in turn, for between
+            its steps a process holds on to memory; 0: one after the other.
+        guess_bytes: memory that a position is expected to take where nothing is known yet.
     """
 
     lengths: tuple[int, ...]
     repeats: int
     budget: float
     time_limit: float
-    in_turn: bool = True
+    memory_bytes: int
+    guess_bytes: int
 
 
 @dataclass
@@ -103,7 +105,7 @@ def measure(
         for name in names:
             if name in stopped:
                 points[name].append(Point(length, reason=stopped[name]))
-        for group in [todo] if plan.in_turn else [[name] for name in todo]:
+        for group in _groups(todo, length, points, plan):
             for name, point in _measure_length(group, length, plan, start).items():
                 points[name].append(point)
                 stop = _reason_to_stop(point, plan.time_limit)
@@ -113,6 +115,24 @@ def measure(
         if todo:
             tell(f"{length:,} positions: {len(todo)} measured")
     return points
+
+
+def _groups(
+    names: Sequence[str], length: int, points: Mapping[str, Sequence[Point]], plan: Plan
+) -> list[list[str]]:
+    """Those that are measured in turn, each group after the one before."""
+    groups: list[list[str]] = []
+    room = 0.0
+    for name in names:
+        known = [(p.peak_bytes, p.length) for p in points[name] if p.peak_bytes]
+        peak, at = known[-1] if known else (plan.guess_bytes, 1)
+        expected = peak * length / at
+        if not groups or expected > room:
+            groups.append([])
+            room = plan.memory_bytes
+        groups[-1].append(name)
+        room -= expected
+    return groups
 
 
 def _measure_length(

@@ -68,7 +68,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         + ".",
         "",
         f"Median of up to {result['plan']['repeats']} steps after one that warms up, mechanisms "
-        f"{'in turn' if result['plan']['in_turn'] else 'one after the other'}; where the first "
+        f"{_order(result['plan']['memory_bytes'])}; where the first "
         f"step took more than {result['plan']['budget']:g} s, that step itself. {_spread(result)}",
         "",
         "A doubling: the factor by which a doubling of the length multiplies, the geometric mean "
@@ -111,6 +111,12 @@ def _digits(value: float) -> str:
     if value <= 0:
         return "0"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _order(memory_bytes: int) -> str:
+    if not memory_bytes:
+        return "one after the other"
+    return f"in turn, as many together as fit into {memory_bytes / 2**30:.1f} GiB"
 
 
 def _spread(result: Mapping[str, Any]) -> str:

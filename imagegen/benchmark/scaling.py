@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
     from omegaconf import DictConfig
 
+_GUESS = 1500
+"""Bytes that a step takes for each position and feature of the width: no mechanism took more."""
+
 OWNED = ("scaling.json", "scaling.md", "scaling.png")
 
 
@@ -123,6 +126,8 @@ def measured(options: ScalingOptions, device: torch.device) -> dict[str, Any]:
     from imagegen.benchmark.worker import Worker
     from imagegen.provenance import commit, versions
 
+    # Before the work, whose load would be in it.
+    described = machine(device)
     configs = {mechanism.name: mechanism.config for mechanism in options.mechanisms}
     threads = options.threads or torch.get_num_threads()
     plan = Plan(
@@ -130,8 +135,10 @@ def measured(options: ScalingOptions, device: torch.device) -> dict[str, Any]:
         options.repeats,
         options.budget,
         options.time_limit,
-        # A GPU is not shared with other programs, and all at once might not fit into its memory.
-        in_turn=device.type == "cpu",
+        # Half of the memory, for expectations may be too low. A GPU is not shared with other
+        # programs, so that nothing is gained by taking turns.
+        memory_bytes=(described["memory_bytes"] or 0) // 2 if device.type == "cpu" else 0,
+        guess_bytes=_GUESS * options.batch_size * options.d_model,
     )
 
     def start(name: str, length: int) -> Worker:
@@ -148,8 +155,6 @@ def measured(options: ScalingOptions, device: torch.device) -> dict[str, Any]:
             )
         )
 
-    # Before the work, whose load would be in it.
-    described = machine(device)
     started = perf_counter()
     points = measure(list(configs), plan, start, lambda line: print(line, file=sys.stderr))
     seconds = perf_counter() - started

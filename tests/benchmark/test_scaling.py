@@ -238,6 +238,12 @@ class Fake:
         self.closed = True
 
 
+def plan_of(
+    lengths: tuple[int, ...], repeats: int, budget: float, time_limit: float, room: int = 10**9
+) -> Plan:
+    return Plan(lengths, repeats, budget, time_limit, memory_bytes=room, guess_bytes=100)
+
+
 def fakes(
     steps: dict[tuple[str, int], Sequence[float]], plan: Plan, broken: str = ""
 ) -> tuple[dict[str, list[Point]], list[str], list[str]]:
@@ -257,7 +263,7 @@ def fakes(
 
 def test_mechanisms_take_turns() -> None:
     steps = {("a", 8): [9.0, 1.0, 3.0], ("b", 8): [7.0, 2.0, 2.0]}
-    points, log, told = fakes(steps, Plan((8,), repeats=2, budget=100, time_limit=100))
+    points, log, told = fakes(steps, plan_of((8,), repeats=2, budget=100, time_limit=100))
     assert log == ["ready a", "ready b", *["step a", "step b"] * 3]
     assert points["a"][0].seconds == 2.0
     assert points["a"][0].warm_up == Measured(9.0, 0.5, 2000)
@@ -267,13 +273,23 @@ def test_mechanisms_take_turns() -> None:
 
 def test_one_after_the_other() -> None:
     steps = {("a", 8): [1.0, 1.0], ("b", 8): [1.0, 1.0]}
-    plan = Plan((8,), repeats=1, budget=100, time_limit=100, in_turn=False)
+    plan = plan_of((8,), repeats=1, budget=100, time_limit=100, room=0)
     assert fakes(steps, plan)[1] == [*["ready a", *["step a"] * 2], *["ready b", *["step b"] * 2]]
+
+
+def test_as_many_take_turns_as_fit_into_memory() -> None:
+    # 100 bytes a position are expected at first; then a peak of 500 at 2 positions is known.
+    steps = {(name, n): [1.0, 1.0] for name in "abc" for n in (2, 8)}
+    plan = plan_of((2, 8), repeats=1, budget=100, time_limit=100, room=4000)
+    log = fakes(steps, plan)[1]
+    a, b, c = (f"step {name}" for name in "abc")
+    turns = [entry for entry in log if entry.startswith("step")]
+    assert turns == [a, b, c, a, b, c, *[a, b, a, b], *[c, c]]
 
 
 def test_long_steps_are_not_repeated() -> None:
     steps = {("a", 8): [3.0, 2.5, 9.0], ("b", 8): [6.0, 9.0, 9.0]}
-    points, log, _ = fakes(steps, Plan((8,), repeats=2, budget=5, time_limit=100))
+    points, log, _ = fakes(steps, plan_of((8,), repeats=2, budget=5, time_limit=100))
     assert log.count("step a") == 2
     assert log.count("step b") == 1
     assert points["a"][0].seconds == 2.5
@@ -282,7 +298,7 @@ def test_long_steps_are_not_repeated() -> None:
 
 def test_longer_lengths_are_skipped_after_the_time_limit() -> None:
     steps = {(name, n): [t * n] * 2 for name, t in (("a", 1.0), ("b", 0.1)) for n in (8, 16, 32)}
-    points, log, told = fakes(steps, Plan((8, 16, 32), repeats=1, budget=99, time_limit=10))
+    points, log, told = fakes(steps, plan_of((8, 16, 32), repeats=1, budget=99, time_limit=10))
     assert [point.seconds for point in points["a"]] == [8.0, 16.0, None]
     assert [point.seconds for point in points["b"]] == pytest.approx([0.8, 1.6, 3.2])
     reason = "longer lengths are skipped, for a step at 16 took 16 s, more than time_limit=10"
@@ -297,7 +313,7 @@ def test_failures_are_told_and_end_a_mechanism_alone(broken: str, why: str) -> N
         **{("a", n): [1.0] if n == 8 else [1.0, 1.0] for n in (8, 16)},
         **{("b", n): [1.0, 1.0] for n in (8, 16)},
     }
-    plan = Plan((8, 16), repeats=1, budget=99, time_limit=99)
+    plan = plan_of((8, 16), repeats=1, budget=99, time_limit=99)
     points, _, told = fakes(steps, plan, broken)
     assert points["a"][0].reason == f"failed at 8: {why}"
     assert points["a"][1].reason == f"skipped, for it failed at 8: {why}"
@@ -312,7 +328,7 @@ def test_failures_are_told_and_end_a_mechanism_alone(broken: str, why: str) -> N
         "memory_meter": "scales",
         "torch_version": "2",
         "imagegen_version": "0",
-        "plan": {"lengths": [8, 16], "repeats": 1, "budget": 99.0, "in_turn": True},
+        "plan": {"lengths": [8, 16], "repeats": 1, "budget": 99.0, "memory_bytes": 2**31},
         "mechanisms": [{"name": name, **tabled(each)} for name, each in points.items()],
     }
     table = markdown(result)
