@@ -132,6 +132,6 @@ def _spread(result: Mapping[str, Any]) -> str:
     ratios.sort()
     middle, (worst, name, length) = ratios[len(ratios) // 2][0], ratios[-1]
     return (
-        f"The slowest repeat took {100 * (middle - 1):.0f} % longer than the fastest at half of "
-        f"the points or fewer, and {100 * (worst - 1):.0f} % at most ({name} at {length:,})."
+        f"The slowest repeat took {100 * (middle - 1):.0f} % longer than the fastest at the median "
+        f"point, {100 * (worst - 1):.0f} % at most ({name} at {length:,})."
     )
