@@ -141,14 +141,15 @@ def recurrent_linear_attention(
 
 def _states(added: Tensor, first: Tensor | None, decay: Tensor | None) -> Tensor:
     """S or z before each chunk and after the last one: "b h c ..." to "b h c+1 ..."."""
-    first = torch.zeros_like(added[:, :, :1]) if first is None else first.unsqueeze(2)
+    first = torch.zeros_like(added[:, :, 0]) if first is None else first
     if decay is None:
-        return torch.cat([first, added], dim=2).cumsum(dim=2)
+        return torch.cat([first.unsqueeze(2), added], dim=2).cumsum(dim=2)
     decay = decay.unsqueeze(-1) if added.dim() == 5 else decay
     states = [first]
-    for c in range(added.shape[2]):
-        states.append(states[-1] * decay[:, :, c : c + 1] + added[:, :, c : c + 1])
-    return torch.cat(states, dim=2)
+    # unbind, for its gradient is one stack: that of indexing would be a full tensor for each chunk.
+    for kept, new in zip(decay.unbind(2), added.unbind(2), strict=True):
+        states.append(states[-1] * kept + new)
+    return torch.stack(states, dim=2)
 
 
 def _normalized(numerator: Tensor, normalizer: Tensor, eps: float, floor: float | None) -> Tensor:
