@@ -44,8 +44,8 @@ class TrainingStep:
         import torch
 
         from imagegen.attention.base import CausalAttention
-        from imagegen.build import build
         from imagegen.block import Block
+        from imagegen.build import build
 
         torch.manual_seed(self.seed)
         device = torch.device(self.device)
