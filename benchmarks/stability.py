@@ -145,9 +145,6 @@ def _rms(errors: torch.Tensor) -> float:
 
 
 def _head(steps: int) -> str:
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
     command = shlex.join(["python", "benchmarks/stability.py", "--steps", str(steps)])
     limits = "\n".join(
         f"| {precision} | {t.rms:g} | {t.rms_of_last:g} | {t.largest:g} |"
@@ -155,8 +152,8 @@ def _head(steps: int) -> str:
     )
     return f"""# Long runs
 
-`{command}` at commit {commit}: Python {platform.python_version()}, torch {torch.__version__}, one
-thread, {platform.machine()}.
+`{command}`: Python {platform.python_version()}, torch {torch.__version__}, one thread,
+{_processor()}.
 
 {steps:,} random positions through each mechanism whose state has a constant size: `d_model` 8, two
 heads, all else as in `conf/attention/`. Errors are absolute differences from the parallel form of
@@ -168,19 +165,31 @@ in units of the root mean square (rms) of the outputs:
 {limits}
 
 | mechanism | precision | steps: rms | of the last {LAST:,} | largest | parallel: rms \
-| of the last {LAST:,} | largest | outputs: rms | largest | finite | within |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+| of the last {LAST:,} | largest | outputs: rms | largest | finite | within | commit |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
-def _row(name: str, precision: str, result: Result) -> str:
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def _row(name: str, precision: str, result: Result, commit: str) -> str:
     cells = [name, precision]
     for errors in (result.steps, result.parallel):
         cells += [f"{e:.1e}" for e in (errors.rms, errors.rms_of_last, errors.largest)]
     cells += [f"{result.output_rms:.2f}", f"{result.output_largest:.2f}"]
     within = result.meets(TOLERANCES[precision])
     cells += ["yes" if answer else "**no**" for answer in (result.finite, within)]
-    return f"| {' | '.join(cells)} |\n"
+    return f"| {' | '.join([*cells, commit])} |\n"
 
 
 def main() -> None:
@@ -190,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/stability.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    head = _head(options.steps)
+    head, commit = _head(options.steps), _commit()
     if not options.out.exists() or not options.out.read_text().startswith(head):
         options.out.write_text(head)
     for name, config in cases():
@@ -198,7 +207,7 @@ def main() -> None:
             chosen = any(part in name for part in options.only)
             if not chosen or f"| {name} | {precision} |" in options.out.read_text():
                 continue
-            row = _row(name, precision, measure(config, options.steps, precision))
+            row = _row(name, precision, measure(config, options.steps, precision), commit)
             print(row, end="", flush=True)
             with options.out.open("a") as file:
                 file.write(row)
