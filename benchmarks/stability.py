@@ -44,16 +44,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far outputs may be from float64, each in units of the outputs' root mean square."""
+    """How far outputs may be from float64, in units of the outputs' root mean square.
+
+    `rms` holds for the last positions by themselves as well, so that nothing may drift.
+    """
 
     rms: float
-    rms_of_last: float
     largest: float
 
 
 TOLERANCES = {
-    "float32": Tolerance(rms=1e-5, rms_of_last=1e-5, largest=3e-4),
-    "bfloat16": Tolerance(rms=0.05, rms_of_last=0.02, largest=2.0),
+    "float32": Tolerance(rms=1e-5, largest=3e-4),
+    # A norm of almost nothing, or relu features that round to zero, are off by as much as they are.
+    "bfloat16": Tolerance(rms=0.05, largest=2.0),
 }
 
 
@@ -86,7 +89,7 @@ class Result:
         scale = self.output_rms
         return self.finite and all(
             errors.rms <= scale * tolerance.rms
-            and errors.rms_of_last <= scale * tolerance.rms_of_last
+            and errors.rms_of_last <= scale * tolerance.rms
             and errors.largest <= scale * tolerance.largest
             for errors in (self.steps, self.parallel)
         )
@@ -147,8 +150,7 @@ def _rms(errors: torch.Tensor) -> float:
 def _head(steps: int) -> str:
     command = shlex.join(["python", "benchmarks/stability.py", "--steps", str(steps)])
     limits = "\n".join(
-        f"| {precision} | {t.rms:g} | {t.rms_of_last:g} | {t.largest:g} |"
-        for precision, t in TOLERANCES.items()
+        f"| {precision} | {t.rms:g} | {t.largest:g} |" for precision, t in TOLERANCES.items()
     )
     return f"""# Long runs
 
@@ -160,8 +162,8 @@ heads, all else as in `conf/attention/`. Errors are absolute differences from th
 the same weights in float64; `bfloat16` is autocast, whose states stay in float32. The tolerances,
 in units of the root mean square (rms) of the outputs:
 
-| precision | rms of the errors | rms of the last {LAST:,} | largest error |
-|---|---|---|---|
+| precision | rms of the errors, and of the last {LAST:,} | largest error |
+|---|---|---|
 {limits}
 
 | mechanism | precision | steps: rms | of the last {LAST:,} | largest | parallel: rms \

@@ -37,21 +37,22 @@ def blocks() -> dict[str, str]:
     }
 
 
-@pytest.fixture(autouse=True)
-def placed(
-    blocks: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
-    """The two files where they count as the project's own, which itself stays as it is."""
-    project, package = tmp_path / "project", tmp_path / "package"
+@pytest.fixture(scope="module", autouse=True)
+def placed(blocks: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The two files where they count as the project's own, which itself stays as it is.
+
+    Once for all tests: a class that was imported twice would be two classes to the type checker.
+    """
+    project, package = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT / "conf", project / "conf")
     (project / "conf" / "attention" / f"{NAME}.yaml").write_text(blocks["yaml"])
-    package.mkdir()
     (package / f"{NAME}.py").write_text(blocks["python"])
-    monkeypatch.setattr(cli, "PROJECT_ROOT", project)
-    path = [*imagegen.attention.__path__, str(package)]
-    monkeypatch.setattr(imagegen.attention, "__path__", path)
-    importlib.invalidate_caches()
-    yield project
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "PROJECT_ROOT", project)
+        path = [*imagegen.attention.__path__, str(package)]
+        patch.setattr(imagegen.attention, "__path__", path)
+        importlib.invalidate_caches()
+        yield
     sys.modules.pop(f"imagegen.attention.{NAME}", None)
     vars(imagegen.attention).pop(NAME, None)
 
@@ -111,9 +112,7 @@ def test_it_keeps_the_contract(attention: CausalAttention) -> None:
         checks[name](**{"attention": attention, **({"length": 65} if "length" in takes else {})})
 
 
-def test_it_trains_and_samples(
-    placed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     options = [f"attention={NAME}", "trainer.max_epochs=5", "optimizer.lr=0.01"]
     assert _train(monkeypatch, *SMALL, *options, f"hydra.run.dir={run}") == 0

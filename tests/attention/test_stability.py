@@ -60,6 +60,6 @@ def test_a_drift_is_noticed() -> None:
     good = Result(small, small, output_rms=1.0, output_largest=2.0, finite=True)
     assert good.meets(tolerance)
     assert not replace(good, finite=False).meets(tolerance)
-    drifting = replace(small, rms_of_last=2 * tolerance.rms_of_last)
+    drifting = replace(small, rms_of_last=2 * tolerance.rms)
     assert not replace(good, steps=drifting).meets(tolerance)
     assert not replace(good, parallel=replace(small, largest=float("nan"))).meets(tolerance)
