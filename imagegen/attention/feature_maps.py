@@ -43,7 +43,7 @@ def polynomial2(x: Float[Tensor, "... d"]) -> Float[Tensor, "... f"]:
 
 
 def taylor2(x: Float[Tensor, "... d"]) -> Float[Tensor, "... f"]:
-    """exp(s) to second order, 1 + s + s^2 / 2 with s = q^T k / sqrt(d) (Arora et al., 2024, BASED).
+    """BASED (Arora et al., 2024, eq. 4): exp(s) as 1 + s + s^2 / 2 with s = q^T k / sqrt(d).
 
     It has 1 + d + d (d + 1) / 2 features, the paper's 1 + d + d^2 with equal products joined, and
     is at least 1/2. The paper keeps d small, at 16.
@@ -140,10 +140,10 @@ class Favor(FeatureMap):
 class Fourier(FeatureMap):
     """Random Fourier features of the Gaussian kernel on unit vectors (Peng et al., 2021, RFA).
 
-    phi(x) = (sin w_1^T x, ..., sin w_D^T x, cos w_1^T x, ..., cos w_D^T x) / sqrt(D) (theorem 1)
-    for x = q / |q| or k / |k|, with w = sigma * w', w' drawn from N(0, I) once for each head and
-    sigma learned, from 1, for each head and input feature. Its scores estimate
-    exp(-|sigma * (x - y)|^2 / 2), which is exp(x^T y) up to a factor for sigma = 1.
+    phi(x) = (sin w_1^T x, ..., sin w_D^T x, cos w_1^T x, ..., cos w_D^T x) / sqrt(D), the features
+    of Rahimi and Recht (2007), for x = q / |q| or k / |k|, with w = sigma * w', w' drawn from
+    N(0, I) once for each head and sigma learned, from 1, for each head and input feature. Its
+    scores estimate exp(-|sigma * (x - y)|^2 / 2), which is exp(x^T y) up to a factor for sigma = 1.
 
     They may be negative, and so may the normaliser. As in the authors' code it is clamped from
     below; here at 0.1, a little less than exp(-2), the least that a single key adds for sigma = 1,

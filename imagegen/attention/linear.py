@@ -27,7 +27,7 @@ Watch = Callable[[Tensor], None]
 
 @dataclass
 class LinearState(AttentionState):
-    """S = sum phi(k) v^T and z = sum phi(k) (eq. 18 and 19), float32 at least.
+    """S = sum phi(k) v^T and z = sum phi(k) (eq. 10 and 11), float32 at least.
 
     For feature maps whose keys come with a scale, S and z lack the factor exp(scale), where `scale`
     is the largest one so far.
@@ -173,8 +173,8 @@ class LinearAttention(CausalAttention[LinearState]):
             is relative to the largest features of the query and of the keys so far.
 
     Raises:
-        UserError: for an unknown feature map, a number of features that it cannot have, or a chunk
-            size below one.
+        UserError: for an unknown feature map, a number of features that it cannot have, a chunk
+            size below one, or an eps not above 0.
     """
 
     def __init__(
@@ -192,6 +192,8 @@ class LinearAttention(CausalAttention[LinearState]):
         super().__init__(d_model, n_heads, head_dim, **context)
         if chunk_size < 1:
             raise UserError(f"attention.chunk_size={chunk_size} must be at least 1.")
+        if not 0 < eps < math.inf:
+            raise UserError(f"attention.eps={eps} must be above 0.")
         self.chunk_size = chunk_size
         self.eps = eps
         self.watch_normalizer = False
