@@ -144,7 +144,7 @@ def _relative(scale: Tensor, now: Tensor, part: slice) -> Tensor:
 def _factors(
     scale: Tensor | None, now: Tensor | None, entry: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
-    """Factors of queries that read a state, of keys that add to one, and of the state in a chunk."""
+    """Factors of queries that read a state, of keys that add to one, and of the state itself."""
     if scale is None or now is None or entry is None:
         return None, None, None
     end = now[:, -1]
@@ -169,7 +169,7 @@ def _states(
     decay: Float[Tensor, "g"] | None,
     backwards: bool = False,
 ) -> tuple[Float[Tensor, "g ..."], Float[Tensor, "b h ..."]]:
-    """S or z before each chunk and after the last one; `backwards`, the chunks come last to first."""
+    """S or z before each chunk and after the last one; `backwards`, from the last one on."""
     b_h = first.shape[:2]
     added = added.unflatten(0, (*b_h, -1))
     if decay is None:

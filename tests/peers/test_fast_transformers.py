@@ -4,9 +4,9 @@ Its compiled products, which its causal linear and its local attention need, kno
 there our float64 is held against it, so that the differences are its rounding. Its step by step
 forms and its full attention run in float64, and hold ours to that.
 
-Its Favor has cosh-like features, each row of its matrix with both signs and one matrix for all
-heads, and draws a matrix at every call; ours is given the same rows, and its draw is kept. Both
-leave out eps there, which the two count in different units.
+Its Favor takes each row of its matrix with both signs, has one matrix for all heads, and draws it
+at every call, by a function that newer versions of PyTorch have removed. Both are given the same
+rows here instead, and leave out eps, which they count in different units.
 
 Its local attention sees `local_context // 2` positions back, and the mask hides those ahead. Not
 compared: its `reformer`, which averages rounds instead of joining them, cuts and sorts otherwise,
@@ -56,14 +56,12 @@ class KeptFavor(feature_maps.Favor):  # type: ignore[misc]
 
 
 def _favor(module: LinearAttention) -> KeptFavor:
-    """A Favor of the peer, whose rows both signs are given to ours."""
-    n_features = module.feature_map.feature_dim
-    theirs = KeptFavor(HEAD_DIM, n_dims=n_features)
-    torch.manual_seed(0)
-    feature_maps.Favor.new_feature_map(theirs, "cpu")
-    theirs.double()
-    rows = theirs.omega.T
-    module.feature_map.omega.copy_(torch.cat([rows, -rows]).expand_as(module.feature_map.omega))
+    """Theirs with half of our rows; ours gets these with both signs, the same for all heads."""
+    omega = module.feature_map.omega
+    rows = omega[0, : omega.shape[1] // 2].clone()
+    omega.copy_(torch.cat([rows, -rows]).expand_as(omega))
+    theirs = KeptFavor(HEAD_DIM, n_dims=omega.shape[1]).double()
+    theirs.omega.copy_(rows.T)
     return theirs
 
 
@@ -136,7 +134,7 @@ def test_linear_step_by_step(feature_map: str, length: int) -> None:
 def test_softmax(length: int) -> None:
     module, x = layer(SoftmaxAttention), inputs(length)
     full = attention.FullAttention(attention_dropout=0.0)
-    steps = recurrent.RecurrentFullAttention(dropout_rate=0.0)
+    steps = recurrent.RecurrentFullAttention(attention_dropout=0.0)
     theirs = [
         _parallel(_with_projections(attention.AttentionLayer, full, module), x),
         _recurrent(_with_projections(recurrent.RecurrentAttentionLayer, steps, module), x),
