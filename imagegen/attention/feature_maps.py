@@ -44,7 +44,7 @@ class _Elu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        return gradient * y.clamp(max=1)
+        return y.clamp(max=1).mul_(gradient)
 
 
 def relu(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:

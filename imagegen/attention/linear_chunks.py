@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# 4 MiB in float32, which processors hold in their caches.
-SCORES_AT_A_TIME = 2**20
+# 1 MiB in float32, which processors hold in their caches.
+SCORES_AT_A_TIME = 2**18
 
 
 class LinearChunks(torch.autograd.Function):
@@ -100,12 +100,11 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor, ds: Tensor, dz: Tensor) -> tuple[
     dz_after, dz = _states((dbottom.unsqueeze(-2) @ q_in).squeeze(-2), dz, decay, backwards=True)
     del q_in
 
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
     for part in _parts(q):
         scores = _scores(q, k, scale, now, part)
-        torch.bmm(scores.mT, dtop[part], out=dv[part])
         k_out = k[part] if leave is None else k[part] * leave[part]
-        dv[part].baddbmm_(k_out, ds_after[part])
+        dv = torch.bmm(scores.mT, dtop[part]).baddbmm_(k_out, ds_after[part])
 
         bottom = dbottom[part].unsqueeze(-1)
         dscores = torch.baddbmm(bottom, dtop[part], v[part].mT).tril_()
@@ -120,7 +119,9 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor, ds: Tensor, dz: Tensor) -> tuple[
             to_state *= leave[part]
         torch.baddbmm(from_state, dscores, k[part], out=dq[part])
         torch.baddbmm(to_state, dscores.mT, q[part], out=dk[part])
-    return dq, dk, dv, ds, dz, None, None, None, None, None
+        # From here on it holds dv.
+        dtop[part] = dv
+    return dq, dk, dtop, ds, dz, None, None, None, None, None
 
 
 def _parts(q: Tensor) -> Iterator[slice]:
