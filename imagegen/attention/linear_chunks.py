@@ -114,7 +114,7 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor, ds: Tensor, dz: Tensor) -> tuple[
             bottom * z_before[part].unsqueeze(-2), dtop[part], s_before[part].mT
         )
         to_state = torch.baddbmm(dz_after[part].unsqueeze(-2), v[part], ds_after[part].mT)
-        if enter is not None:
+        if enter is not None and leave is not None:
             from_state *= enter[part]
             to_state *= leave[part]
         torch.baddbmm(from_state, dscores, k[part], out=dq[part])
