@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from imagegen.errors import UserError
@@ -25,8 +27,24 @@ def elu(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
     Written without the cancellation of (exp(x) - 1) + 1, which loses strongly negative inputs in
     low precision, and so that neither part can overflow under the other's gradient.
     """
-    positive = torch.relu(x)
-    return positive + (x - positive).exp()
+    return _Elu.apply(x)
+
+
+class _Elu(torch.autograd.Function):
+    """`elu`, which keeps its output alone: the derivative is min(elu(x), 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = torch.relu(x)
+        y = (x - positive).exp_().add_(positive)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y.clamp(max=1).mul_(gradient)
 
 
 def relu(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
