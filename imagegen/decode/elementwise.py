@@ -1,0 +1,124 @@
+"""Norms and activations in place, for a few rows at a time; each row is computed by itself.
+
+Axes: `r` row, `e` feature.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import float32, int32, njit, types
+from numba.extending import intrinsic
+
+# What the compiler may assume: sums may be taken in lanes, the same for every row, and products
+# may be fused. nan and inf stay what they are.
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+RELU, GELU, SILU = 0, 1, 2
+ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU}
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+
+
+@intrinsic
+def _as_float(typingctx: Any, bits: Any) -> Any:
+    """The float32 that has these 32 bits."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@njit(inline="always", error_model="numpy")
+def exp32(x):  # type: ignore[no-untyped-def]
+    """exp(x) to within 2 units in the last place, in operations that vectorise.
+
+    x = n ln 2 + r, exp(x) = 2^n exp(r), where |r| <= ln(2) / 2 and exp(r) is its Taylor polynomial;
+    below -87 the result is that of -87, 1.6e-38, and above 88 that of 88.
+    """
+    x = min(max(x, float32(-87.0)), float32(88.0))
+    n = np.floor(x * LOG2_E + float32(0.5))
+    r = x - n * LN2_HIGH
+    r = r - n * LN2_LOW
+    p = float32(1.0 / 5040.0)
+    p = p * r + float32(1.0 / 720.0)
+    p = p * r + float32(1.0 / 120.0)
+    p = p * r + float32(1.0 / 24.0)
+    p = p * r + float32(1.0 / 6.0)
+    p = p * r + float32(0.5)
+    p = p * r + float32(1.0)
+    p = p * r + float32(1.0)
+    return p * _as_float((int32(n) + int32(127)) << int32(23))
+
+
+@njit(inline="always", error_model="numpy")
+def gelu32(x):  # type: ignore[no-untyped-def]
+    """x Phi(x), with erf to within 1.5e-7 (Abramowitz and Stegun, 1964, 7.1.26)."""
+    z = abs(x) * float32(0.7071067811865476)
+    t = float32(1.0) / (float32(1.0) + float32(0.3275911) * z)
+    p = float32(1.061405429)
+    p = p * t + float32(-1.453152027)
+    p = p * t + float32(1.421413741)
+    p = p * t + float32(-0.284496736)
+    p = p * t + float32(0.254829592)
+    tail = float32(0.5) * p * t * exp32(-z * z)
+    return x * (float32(1.0) - tail if x > 0 else tail)
+
+
+@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+def activate(x, kind):  # type: ignore[no-untyped-def]
+    """x = activation(x), "r e"."""
+    for r in range(x.shape[0]):
+        row = x[r]
+        if kind == RELU:
+            for e in range(row.shape[0]):
+                row[e] = max(row[e], float32(0.0))
+        elif kind == GELU:
+            for e in range(row.shape[0]):
+                row[e] = gelu32(row[e])
+        else:
+            for e in range(row.shape[0]):
+                row[e] = row[e] / (float32(1.0) + exp32(-row[e]))
+
+
+@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+def activate_gated(x, kind):  # type: ignore[no-untyped-def]
+    """x[:, :f] = activation(x[:, :f]) * x[:, f:2f], "r 2f"."""
+    half = x.shape[1] // 2
+    activate(x[:, :half], kind)
+    for r in range(x.shape[0]):
+        row = x[r]
+        for e in range(half):
+            row[e] *= row[half + e]
+
+
+@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+def normalize(x, weight, bias, eps, centred, out):  # type: ignore[no-untyped-def]
+    """LayerNorm, or RMSNorm where not `centred`, of "r e" into `out`, which may be x."""
+    features = x.shape[1]
+    for r in range(x.shape[0]):
+        row, target = x[r], out[r]
+        mean = float32(0.0)
+        if centred:
+            for e in range(features):
+                mean += row[e]
+            mean /= features
+        square = float32(0.0)
+        for e in range(features):
+            difference = row[e] - mean
+            square += difference * difference
+        factor = float32(1.0) / np.sqrt(square / features + eps)
+        for e in range(features):
+            target[e] = (row[e] - mean) * factor * weight[e] + bias[e]
+
+
+@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+def add_scaled(x, y, scale):  # type: ignore[no-untyped-def]
+    """x += y * scale, "r e"; y may be wider."""
+    for r in range(x.shape[0]):
+        row, added = x[r], y[r]
+        for e in range(row.shape[0]):
+            row[e] += added[e] * scale[e]

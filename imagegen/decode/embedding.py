@@ -1,0 +1,112 @@
+"""The input embedding of a step as a sum of rows of tables.
+
+Axes: `r` row, `n` position, `k` neighbour, `s` value a step, `v` level, `e` width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from numba import njit
+
+from imagegen.decode.elementwise import FAST
+from imagegen.embedding import InputEmbedding, Neighbourhood, ValueAndSinusoid
+
+
+@dataclass
+class EmbeddingTables:
+    """x[n] = place[n] + sum over k, s of table[k, s, level], or its last row where k is outside.
+
+    Attributes:
+        lags: steps from each neighbour to the predicted step.
+        inside: whether each neighbour of a step lies inside the image.
+        table: a row for each level of each neighbour, the last one for a neighbour outside.
+        place: a row for each position.
+    """
+
+    lags: Int64[np.ndarray, "k"]
+    inside: Bool[np.ndarray, "n k"]
+    table: Float[np.ndarray, "k s v_and_outside e"]
+    place: Float[np.ndarray, "n e"]
+
+
+@torch.no_grad()
+def tables_of(embedding: InputEmbedding) -> EmbeddingTables | None:
+    """The tables of an embedding; None for one that is not known here."""
+    if isinstance(embedding, ValueAndSinusoid):
+        return _of_value_and_sinusoid(embedding)
+    if isinstance(embedding, Neighbourhood):
+        return _of_neighbourhood(embedding)
+    return None
+
+
+def _of_value_and_sinusoid(embedding: ValueAndSinusoid) -> EmbeddingTables:
+    spec, values = embedding.raster.spec, embedding.raster.values_per_step
+    length, half = embedding.raster.length, embedding.d_model // 2
+    weight = embedding.value.weight.float().cpu().numpy()
+    table = np.zeros((1, values, spec.levels + 1, embedding.d_model), dtype=np.float32)
+    table[0, :, :-1, :half] = weight[:-1].reshape(values, spec.levels, half)
+    # Before the first step, each value has the embedding of the start.
+    table[0, :, -1, :half] = weight[-1]
+    place = np.zeros((length, embedding.d_model), dtype=np.float32)
+    place[:, half:] = embedding.sinusoid.float().cpu().numpy()
+    inside = np.arange(length)[:, None] > 0
+    return EmbeddingTables(np.ones(1, dtype=np.int64), inside, table, place)
+
+
+def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
+    raster = embedding.raster
+    spec, values, width = raster.spec, raster.values_per_step, embedding.d_model
+    lags = embedding.lags.cpu().numpy()
+    table = embedding.value.weight.double().cpu().numpy()
+    table = table.reshape(len(lags), values, spec.levels + 1, width).copy()
+    number = embedding.number.weight.double().cpu().numpy().T
+    numbers = number[: len(lags) * values].reshape(len(lags), values, 1, width)
+    flags = number[len(lags) * values :].reshape(len(lags), 1, 1, width)
+    scaled = np.arange(spec.levels).reshape(1, 1, -1, 1) * (2 / (spec.levels - 1)) - 1
+    # What a neighbour inside adds for its level as a number, and once for being inside.
+    table[:, :, :-1] += numbers * scaled
+    table[:, :1, :-1] += flags
+
+    step = torch.arange(raster.length, device=embedding.row.weight.device)
+    place = (
+        embedding.row(step // raster.row_length)
+        + embedding.column(step // raster.steps_per_pixel % spec.width)
+        + embedding.channel(step % raster.steps_per_pixel)
+        + embedding.number.bias
+    )
+    return EmbeddingTables(
+        lags.astype(np.int64),
+        embedding.valid.cpu().numpy(),
+        np.ascontiguousarray(table, dtype=np.float32),
+        place.float().cpu().numpy(),
+    )
+
+
+@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+def embed(sequence, position, lags, inside, table, place, context, x):  # type: ignore[no-untyped-def]
+    """The embedding of a position from the values before it.
+
+    Args:
+        sequence: levels "r n s" of all positions, known up to `position`.
+        position: the predicted step.
+        lags, inside, table, place: see `EmbeddingTables`.
+        context: "r e", added.
+        x: "r e", written.
+    """
+    outside = table.shape[2] - 1
+    for r in range(x.shape[0]):
+        row = x[r]
+        for e in range(row.shape[0]):
+            row[e] = place[position, e] + context[r, e]
+        for k in range(lags.shape[0]):
+            for s in range(table.shape[1]):
+                level = outside
+                if inside[position, k]:
+                    level = int(sequence[r, position - lags[k], s])
+                added = table[k, s, level]
+                for e in range(row.shape[0]):
+                    row[e] += added[e]

@@ -1,0 +1,204 @@
+"""Which models the compiled loops can draw from, and how their weights are prepared.
+
+Axes: `b` batch, `n` position, `s` value a step, `u` uniform number.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from imagegen.attention.feature_maps import FunctionMap
+from imagegen.attention.linear import LinearAttention, LinearState
+from imagegen.block import Block, GatedLinearUnit
+from imagegen.decode.attention import FEATURE_MAPS
+from imagegen.decode.elementwise import ACTIVATIONS
+from imagegen.decode.embedding import tables_of
+from imagegen.decode.linear import Settings, Weights, run
+from imagegen.decode.matmul import pack, pad
+from imagegen.heads.categorical import Categorical
+from imagegen.heads.controls import Controls
+from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
+from imagegen.model import ImageTransformer, ModelState
+
+MICRO_BATCH = 48
+"""Rows that go through the layers together: enough for the arithmetic, few enough for the caches."""
+
+
+class FusedDecoder:
+    """Draws from a model of linear attention on the CPU; see `supports`.
+
+    Args:
+        model: its weights are copied, as they are now.
+    """
+
+    def __init__(self, model: ImageTransformer) -> None:
+        reason = why_not(model)
+        if reason is not None:
+            raise ValueError(reason)
+        self.model = model
+        self.weights = _weights(model)
+
+    def draw(
+        self,
+        state: ModelState,
+        parameters: Tensor,
+        sequence: UInt8[np.ndarray, "b n s"],
+        noise: Float[np.ndarray, "b n u"],
+        controls: Controls,
+        advance: Any = None,
+    ) -> None:
+        """Draw the steps from that of `parameters` to the last one.
+
+        Args:
+            state: after the step of `parameters`, from `model.step` or `model.prefill`.
+            parameters: the distribution of the first step to draw, "b p".
+            sequence: levels of all steps; those from there on are written.
+            noise: uniform numbers of the steps from there on, float64.
+            controls: how to draw; its guidance must be 1.
+            advance: called with the number of steps of a row done, times the rows, now and then.
+        """
+        model, first = self.model, state.position - 1
+        settings = _settings(model, controls)
+        layers = cast(list[LinearState], state.layers)
+        rows = sequence.shape[0]
+        context = np.zeros((rows, model.embedding.d_model), dtype=np.float32)
+        if state.context is not None:
+            context += state.context.float().numpy()
+
+        def micro_batch(start: int) -> None:
+            part = slice(start, min(start + MICRO_BATCH, rows))
+            s = np.stack([layer.s[part].float().numpy() for layer in layers])
+            z = np.stack([layer.z[part].float().numpy() for layer in layers])
+            known = np.zeros((part.stop - part.start, len(self.weights.head_bias)), np.float32)
+            known[:, : parameters.shape[1]] = parameters[part].float().numpy()
+            length, stride = sequence.shape[1], model.raster.row_length
+            for begin in range(first, length, stride):
+                end = min(begin + stride, length)
+                run(
+                    self.weights,
+                    settings,
+                    s,
+                    z,
+                    sequence[part],
+                    context[part],
+                    noise[part],
+                    first,
+                    begin,
+                    end,
+                    begin == first,
+                    known,
+                )
+                if advance is not None:
+                    advance((end - begin) * (part.stop - part.start))
+
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+            list(pool.map(micro_batch, range(0, rows, MICRO_BATCH)))
+
+
+def why_not(model: ImageTransformer) -> str | None:
+    """Why the compiled loop cannot draw from this model; None where it can."""
+    if model.device.type != "cpu":
+        return "the model does not lie on the CPU"
+    if tables_of(model.embedding) is None:
+        return f"no tables for {type(model.embedding).__name__}"
+    if not isinstance(model.head, (MixtureOfLogistics, Categorical)):
+        return f"no sampler for {type(model.head).__name__}"
+    for block in cast(list[Block], model.blocks):
+        attention = block.attention
+        if not isinstance(attention, LinearAttention):
+            return f"no loop for {type(attention).__name__}"
+        if _map_name(attention) not in FEATURE_MAPS:
+            return "no loop for this feature map"
+        if block.convolution is not None:
+            return "no loop for convolutions"
+    return None
+
+
+def _map_name(attention: LinearAttention) -> str:
+    feature_map = attention.feature_map
+    return feature_map.function.__name__ if isinstance(feature_map, FunctionMap) else ""
+
+
+def _stacked(layers: list[nn.Linear]) -> tuple[np.ndarray, np.ndarray]:
+    weights = [layer.weight.detach().float().numpy() for layer in layers]
+    biases = [layer.bias.detach().float().numpy() for layer in layers]
+    return np.stack([pack(w) for w in weights]), np.stack([pad(b) for b in biases])
+
+
+def _norm(norm: nn.Module) -> np.ndarray:
+    weight = cast(Tensor, norm.weight).detach().float().numpy()
+    bias = getattr(norm, "bias", None)
+    zero = np.zeros_like(weight)
+    return np.stack([weight, zero if bias is None else bias.detach().float().numpy()])
+
+
+def _scale(scale: Tensor | None, width: int) -> np.ndarray:
+    ones = np.ones(width, dtype=np.float32)
+    return ones if scale is None else scale.detach().float().numpy()
+
+
+def _weights(model: ImageTransformer) -> Weights:
+    tables = tables_of(model.embedding)
+    assert tables is not None
+    blocks = cast(list[Block], list(model.blocks))
+    attentions = [cast(LinearAttention, block.attention) for block in blocks]
+    qkv, qkv_bias = _stacked([attention.qkv for attention in attentions])
+    out, out_bias = _stacked([attention.out for attention in attentions])
+    up, up_bias = _stacked([cast(nn.Linear, block.feed_forward[0]) for block in blocks])
+    down, down_bias = _stacked([cast(nn.Linear, block.feed_forward[-1]) for block in blocks])
+    head = cast(MixtureOfLogistics, model.head).projection
+    width = model.embedding.d_model
+    return Weights(
+        tables.lags,
+        tables.inside,
+        tables.table,
+        tables.place,
+        qkv,
+        qkv_bias,
+        out,
+        out_bias,
+        up,
+        up_bias,
+        down,
+        down_bias,
+        np.stack([np.stack([_norm(block.norm1), _norm(block.norm2)]) for block in blocks]),
+        _norm(model.norm),
+        np.stack(
+            [np.stack([_scale(block.scale1, width), _scale(block.scale2, width)]) for block in blocks]
+        ),
+        pack(head.weight.detach().float().numpy()),
+        pad(head.bias.detach().float().numpy()),
+    )
+
+
+def _settings(model: ImageTransformer, controls: Controls) -> Settings:
+    block = cast(Block, model.blocks[0])
+    attention = cast(LinearAttention, block.attention)
+    nonlinear = block.feed_forward[1]
+    gated = isinstance(nonlinear, GatedLinearUnit)
+    activation = nonlinear.activation if isinstance(nonlinear, GatedLinearUnit) else nonlinear
+    mixture = isinstance(model.head, MixtureOfLogistics)
+    eps = model.norm.eps
+    if eps is None:  # RMSNorm's default
+        eps = torch.finfo(torch.float32).eps
+    return Settings(
+        cast(nn.Linear, block.feed_forward[-1]).in_features,
+        block.norm_first,
+        isinstance(model.norm, nn.LayerNorm),
+        np.float32(eps),
+        ACTIVATIONS[type(activation).__name__.lower()],
+        gated,
+        FEATURE_MAPS[_map_name(attention)],
+        np.float32(attention.eps),
+        mixture,
+        cast(MixtureOfLogistics, model.head).n_mixtures if mixture else model.spec.levels,
+        model.spec.levels,
+        float(controls.for_mixture if mixture else controls.temperature),
+        float(controls.for_scale if mixture else 1.0),
+    )

@@ -1,0 +1,79 @@
+"""Draw the values of a step from the output distribution, as `OutputHead.sample` does.
+
+Axes: `r` row, `p` parameter, `u` uniform number, `s` value, `k` component.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG_SCALE
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _choose(logits, temperature, uniform, work):  # type: ignore[no-untyped-def]
+    """`invert_cumulative` of the logits at a temperature."""
+    count = logits.shape[0]
+    if temperature == 0.0:
+        return int(np.argmax(logits))
+    largest = logits.max()
+    total = 0.0
+    for k in range(count):
+        total += math.exp((float(logits[k]) - largest) / temperature)
+        work[k] = total
+    threshold = uniform * total
+    for k in range(count):
+        if work[k] > threshold:
+            return k
+    return count - 1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def draw_categorical(parameters, uniforms, temperature, work, values):  # type: ignore[no-untyped-def]
+    """A level for each row from softmax(parameters / temperature).
+
+    Args:
+        parameters: logits "r levels", or wider.
+        uniforms: "r 1".
+        temperature: above 0, or 0 for the most probable level.
+        work: "levels", float64.
+        values: "r 1", written.
+    """
+    for r in range(values.shape[0]):
+        logits = parameters[r, : work.shape[0]]
+        values[r, 0] = _choose(logits, temperature, uniforms[r, 0], work)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def draw_mixture(parameters, uniforms, mixture_temperature, scale_temperature, levels, work, values):  # type: ignore[no-untyped-def]
+    """The values of a step for each row from a mixture of logistics; see `MixtureOfLogistics`.
+
+    Args:
+        parameters: "r p", or wider: k logits, s k means, s k log-scales, s (s - 1) / 2 k coefficients.
+        uniforms: "r s + 1".
+        mixture_temperature, scale_temperature: of the choice and of the width.
+        levels: number of levels.
+        work: "k", float64.
+        values: "r s", written.
+    """
+    components, per_step = work.shape[0], values.shape[1]
+    for r in range(values.shape[0]):
+        row = parameters[r]
+        k = _choose(row[:components], mixture_temperature, uniforms[r, 0], work)
+        coefficient = components * (1 + 2 * per_step) + k
+        for s in range(per_step):
+            mean = float(row[components * (1 + s) + k])
+            mean = min(max(mean, -MAX_MEAN), MAX_MEAN)
+            for earlier in range(s):
+                x = values[r, earlier] * (2.0 / (levels - 1)) - 1.0
+                mean += math.tanh(float(row[coefficient])) * x
+                coefficient += components
+            log_scale = float(row[components * (1 + per_step + s) + k])
+            scale = math.exp(min(max(log_scale, MIN_LOG_SCALE), MAX_LOG_SCALE))
+            u = uniforms[r, 1 + s]
+            x = mean + scale_temperature * scale * math.log(u / (1.0 - u))
+            level = np.rint((x + 1.0) / 2.0 * (levels - 1))
+            values[r, s] = int(min(max(level, 0.0), levels - 1.0))
