@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from imagegen.decode import FusedDecoder, choose_decoder
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 from imagegen.model import NO_LABEL, ImageTransformer
@@ -53,12 +54,14 @@ class Drawing:
         controls: how to draw.
         labels: image i has labels[i % len(labels)]; None for no labels.
         progress: called with the number of images done since the last call.
+        decoder: compiled code that draws from the model; None for PyTorch's operations.
     """
 
     seed: int
     controls: Controls
     labels: tuple[int, ...] | None
     progress: Progress | None
+    decoder: FusedDecoder | None = None
 
     @classmethod
     def of(
@@ -82,7 +85,8 @@ class Drawing:
             raise UserError(
                 f"guidance={controls.guidance} needs labels to guide towards; add label=."
             )
-        return cls(seed, controls, None if labels is None else tuple(labels), progress)
+        chosen = None if labels is None else tuple(labels)
+        return cls(seed, controls, chosen, progress, choose_decoder(model, controls))
 
     @property
     def copies(self) -> int:

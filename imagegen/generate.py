@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from imagegen.decode import FusedDecoder
 from imagegen.drawing import Drawing, Progress, noise
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
@@ -184,8 +185,10 @@ def _continue(
     first = state.position - 1
     steps = model.raster.length - first
     rows = parameters.shape[0] // drawing.copies
-    numbers = torch.from_numpy(noise(model, drawing.seed, streams, first, rows))
-    numbers = numbers.to(parameters.device)
+    uniforms = noise(model, drawing.seed, streams, first, rows)
+    if drawing.decoder is not None:
+        return _continue_compiled(drawing.decoder, parameters, state, uniforms, streams, drawing)
+    numbers = torch.from_numpy(uniforms).to(parameters.device)
     sequence = torch.empty(
         rows, steps, model.raster.values_per_step, dtype=torch.uint8, device=parameters.device
     )
@@ -204,6 +207,25 @@ def _continue(
         if drawing.progress:
             drawing.progress(len(streams) / steps)
     return sequence[: len(streams)]
+
+
+def _continue_compiled(
+    decoder: FusedDecoder,
+    parameters: Float[Tensor, "rows p"],
+    state: ModelState,
+    uniforms: Float[np.ndarray, "rows n u"],
+    streams: Sequence[tuple[int, int]],
+    drawing: Drawing,
+) -> UInt8[Tensor, "b n s"]:
+    """`_continue` by compiled code, which needs no rows beyond those that are asked for."""
+    first, count, recent = state.position - 1, len(streams), state.recent
+    values = recent.shape[-1]
+    sequence = np.zeros((count, first + uniforms.shape[1], values), dtype=np.uint8)
+    known = min(first, recent.shape[1])
+    if known:
+        sequence[:, first - known : first] = recent[:count, recent.shape[1] - known :].numpy()
+    decoder.draw(state, parameters, sequence, uniforms, drawing.controls, drawing.progress)
+    return torch.from_numpy(sequence[:, first:])
 
 
 def _initial_state(

@@ -5,8 +5,10 @@ Axes: `b` batch, `n` position, `s` value a step, `u` uniform number.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from imagegen.decode.attention import FEATURE_MAPS
 from imagegen.decode.elementwise import ACTIVATIONS
 from imagegen.decode.embedding import tables_of
 from imagegen.decode.linear import Settings, Weights, run
-from imagegen.decode.matmul import pack, pad
+from imagegen.decode.matmul import TILE_ROWS, pack, pad
 from imagegen.heads.categorical import Categorical
 from imagegen.heads.controls import Controls
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
@@ -47,62 +49,61 @@ class FusedDecoder:
     def draw(
         self,
         state: ModelState,
-        parameters: Tensor,
+        parameters: Float[Tensor, "rows p"],
         sequence: UInt8[np.ndarray, "b n s"],
-        noise: Float[np.ndarray, "b n u"],
+        noise: Float[np.ndarray, "rows m u"],
         controls: Controls,
-        advance: Any = None,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         """Draw the steps from that of `parameters` to the last one.
 
         Args:
-            state: after the step of `parameters`, from `model.step` or `model.prefill`.
-            parameters: the distribution of the first step to draw, "b p".
+            state: after the step of `parameters`, from `model.step` or `model.prefill`; it may have
+                more rows than the sequence, as may `parameters` and `noise`.
+            parameters: the distribution of the first step to draw.
             sequence: levels of all steps; those from there on are written.
             noise: uniform numbers of the steps from there on, float64.
-            controls: how to draw; its guidance must be 1.
-            advance: called with the number of steps of a row done, times the rows, now and then.
+            controls: how to draw, neither greedy nor guided and with all of the distribution.
+            progress: called with the (fractional) number of rows done since the last call, from
+                several threads.
         """
-        model, first = self.model, state.position - 1
-        settings = _settings(model, controls)
+        first, length = state.position - 1, sequence.shape[1]
+        rows, stride = len(sequence), self.model.raster.row_length
+        settings = _settings(self.model, controls)
         layers = cast(list[LinearState], state.layers)
-        rows = sequence.shape[0]
-        context = np.zeros((rows, model.embedding.d_model), dtype=np.float32)
+        context = np.zeros((rows, self.model.embedding.d_model), dtype=np.float32)
         if state.context is not None:
-            context += state.context.float().numpy()
+            context += state.context[:rows].float().numpy()
 
-        def micro_batch(start: int) -> None:
-            part = slice(start, min(start + MICRO_BATCH, rows))
+        def draw_part(part: slice) -> None:
+            count = part.stop - part.start
             s = np.stack([layer.s[part].float().numpy() for layer in layers])
             z = np.stack([layer.z[part].float().numpy() for layer in layers])
-            known = np.zeros((part.stop - part.start, len(self.weights.head_bias)), np.float32)
+            known = np.zeros((count, len(self.weights.head_bias)), dtype=np.float32)
             known[:, : parameters.shape[1]] = parameters[part].float().numpy()
-            length, stride = sequence.shape[1], model.raster.row_length
+            own = (sequence[part], context[part], noise[part])
             for begin in range(first, length, stride):
                 end = min(begin + stride, length)
-                run(
-                    self.weights,
-                    settings,
-                    s,
-                    z,
-                    sequence[part],
-                    context[part],
-                    noise[part],
-                    first,
-                    begin,
-                    end,
-                    begin == first,
-                    known,
-                )
-                if advance is not None:
-                    advance((end - begin) * (part.stop - part.start))
+                is_known = begin == first
+                run(self.weights, settings, s, z, *own, first, begin, end, is_known, known)
+                if progress is not None:
+                    progress(count * (end - begin) / (length - first))
 
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-            list(pool.map(micro_batch, range(0, rows, MICRO_BATCH)))
+            list(pool.map(draw_part, _parts(rows)))
+
+
+def _parts(rows: int) -> list[slice]:
+    """Micro-batches of about the same size, at least one for each thread where there are rows."""
+    wanted = max(torch.get_num_threads(), math.ceil(rows / MICRO_BATCH))
+    size = math.ceil(math.ceil(rows / wanted) / TILE_ROWS) * TILE_ROWS
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def why_not(model: ImageTransformer) -> str | None:
     """Why the compiled loop cannot draw from this model; None where it can."""
+    if model.norm.weight.dtype != torch.float32:
+        return f"weights of {str(model.norm.weight.dtype).removeprefix('torch.')}"
     if model.device.type != "cpu":
         return "the model does not lie on the CPU"
     if tables_of(model.embedding) is None:
@@ -170,7 +171,10 @@ def _weights(model: ImageTransformer) -> Weights:
         np.stack([np.stack([_norm(block.norm1), _norm(block.norm2)]) for block in blocks]),
         _norm(model.norm),
         np.stack(
-            [np.stack([_scale(block.scale1, width), _scale(block.scale2, width)]) for block in blocks]
+            [
+                np.stack([_scale(block.scale1, width), _scale(block.scale2, width)])
+                for block in blocks
+            ]
         ),
         pack(head.weight.detach().float().numpy()),
         pad(head.bias.detach().float().numpy()),

@@ -85,9 +85,7 @@ def parameters_at(w, settings, s, z, sequence, position, context, x, y, wide, pa
         else:
             before[:] = x
         linear(before, w.qkv[layer], w.qkv_bias[layer], wide)
-        linear_attention(
-            wide, s[layer], z[layer], settings.feature_map, settings.eps, y[:, :inner]
-        )
+        linear_attention(wide, s[layer], z[layer], settings.feature_map, settings.eps, y[:, :inner])
         linear(y, w.out[layer], w.out_bias[layer], wide)
         add_scaled(x, wide, scales[0])
         if settings.norm_first:
@@ -134,9 +132,7 @@ def run(w, settings, s, z, sequence, context, noise, first, start, stop, known, 
     work = np.empty(settings.components, dtype=np.float64)
     for position in range(start, stop):
         if position > start or not known:
-            parameters_at(
-                w, settings, s, z, sequence, position, context, x, y, wide, parameters
-            )
+            parameters_at(w, settings, s, z, sequence, position, context, x, y, wide, parameters)
         values, uniforms = sequence[:, position], noise[:, position - first]
         if settings.mixture:
             draw_mixture(
@@ -150,5 +146,3 @@ def run(w, settings, s, z, sequence, context, noise, first, start, stop, known, 
             )
         else:
             draw_categorical(parameters, uniforms, settings.choice_temperature, work, values)
-
-

@@ -21,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 PANEL = 16
+TILE_ROWS = 6
 LANES = 8
 FLOAT = 4  # bytes
 
@@ -100,7 +101,7 @@ def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
     return context.get_dummy_value()
 
 
-_tile1, _tile2, _tile6 = _tile(1), _tile(2), _tile(6)
+_tile1, _tile2, _tile6 = _tile(1), _tile(2), _tile(TILE_ROWS)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -48,7 +48,9 @@ def draw_categorical(parameters, uniforms, temperature, work, values):  # type: 
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def draw_mixture(parameters, uniforms, mixture_temperature, scale_temperature, levels, work, values):  # type: ignore[no-untyped-def]
+def draw_mixture(
+    parameters, uniforms, mixture_temperature, scale_temperature, levels, work, values
+):  # type: ignore[no-untyped-def]
     """The values of a step for each row from a mixture of logistics; see `MixtureOfLogistics`.
 
     Args:

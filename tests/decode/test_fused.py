@@ -1,0 +1,197 @@
+"""Compiled generation draws what PyTorch's operations draw, whatever is drawn beside an image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagegen import decode
+from imagegen.decode import choose_decoder
+from imagegen.decode.attention import FEATURE_MAPS, linear_attention
+from imagegen.decode.embedding import embed, tables_of
+from imagegen.decode.fused import FusedDecoder, why_not
+from imagegen.generate import complete, generate
+from imagegen.heads.controls import Controls
+from imagegen.model import ImageTransformer
+from imagegen.spec import ImageSpec
+from tests.helpers import tiny_model
+
+NEIGHBOURHOOD = {"_target_": "imagegen.embedding.Neighbourhood"}
+CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
+RELU = {"_target_": "imagegen.attention.linear.LinearAttention", "feature_map": "relu"}
+MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
+    "paper": (ImageSpec(9, 7), {"norm_first": False, "activation": "relu", "n_layers": 2}),
+    "default": (ImageSpec(9, 7, 1, 17), {"embedding": NEIGHBOURHOOD, "n_layers": 2}),
+    "sub-pixels": (ImageSpec(5, 4, 3), {"embedding": NEIGHBOURHOOD}),
+    "pixels": (
+        ImageSpec(6, 5, 3),
+        {
+            "embedding": NEIGHBOURHOOD,
+            "tokens": "pixel",
+            "n_classes": 3,
+            "flips": True,
+            "norm": "rms",
+            "gated": True,
+            "activation": "silu",
+            "residual_scale": 0.5,
+        },
+    ),
+    "categorical": (ImageSpec(6, 5, 1, 17), {"head": CATEGORICAL, "attention": RELU}),
+    "plain sub-pixels": (ImageSpec(5, 4, 3), {"tokens": "pixel", "head_dim": 5}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ImageTransformer:
+    spec, options = MODELS[request.param]
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    return tiny_model(spec, **options)
+
+
+def _all(*args: object, **kwargs: object) -> np.ndarray:
+    return np.concatenate(list(generate(*args, **kwargs)))  # type: ignore[arg-type]
+
+
+def _labels(model: ImageTransformer) -> list[int] | None:
+    return None if model.n_classes is None else [0, 2, -1]
+
+
+CONTROLS = [
+    Controls(),
+    Controls(temperature=0.6),
+    Controls(mixture_temperature=0.0, scale_temperature=0.5),
+]
+
+
+@pytest.mark.parametrize("controls", CONTROLS, ids=["plain", "cool", "parts"])
+def test_the_same_images(
+    model: ImageTransformer, controls: Controls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "Categorical" in type(model.head).__name__ and controls.mixture_temperature is not None:
+        pytest.skip("categorical heads have one temperature")
+    options: dict[str, Any] = {"seed": 3, "controls": controls, "labels": _labels(model)}
+    assert choose_decoder(model, controls) is not None
+    compiled = _all(model, 30, **options)
+    visible = [2, 3, 0] * 4
+    completed = complete(model, compiled[:12], visible, 2, **options)
+    monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
+    plain = _all(model, 30, **options)
+    # A number may be rounded to the neighbouring level, and the rest of an image then differs.
+    alike = (compiled == plain).reshape(30, -1).all(axis=1)
+    assert alike.mean() >= 0.9
+    alike = (completed == complete(model, compiled[:12], visible, 2, **options)).reshape(24, -1)
+    assert alike.all(axis=1).mean() >= 0.9
+
+
+def test_an_image_does_not_depend_on_its_company(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from imagegen.decode import fused
+
+    monkeypatch.setattr(fused, "MICRO_BATCH", 12)
+    expected = _all(model, 40, seed=3, labels=_labels(model))
+    for n, batch_size, threads in ((1, 1, 1), (3, 2, 2), (40, 7, 1), (40, 64, 3)):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            drawn = _all(model, n, seed=3, batch_size=batch_size, labels=_labels(model))
+        finally:
+            torch.set_num_threads(before)
+        assert np.array_equal(drawn, expected[:n])
+    nothing = complete(
+        model, np.zeros_like(expected[:3]), [0, 0, 0], 1, seed=3, labels=_labels(model)
+    )
+    assert np.array_equal(nothing[:, 0], expected[:3])
+    again = complete(model, expected[:3], [2, 2, 2], 1, seed=3, labels=_labels(model))
+    # The parallel form rounds otherwise than the steps; the numbers drawn are the same.
+    assert (again[:, 0] == expected[:3]).reshape(3, -1).all(axis=1).mean() >= 0.6
+
+
+def test_progress_adds_up(model: ImageTransformer) -> None:
+    done: list[float] = []
+    _all(model, 21, batch_size=10, progress=done.append)
+    assert sum(done) == pytest.approx(21)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["paper", "default", "pixels", "plain sub-pixels"])
+def test_tables_are_the_embedding(name: str) -> None:
+    spec, options = MODELS[name]
+    model = tiny_model(spec, **options)
+    images = torch.randint(0, spec.levels, (3, *spec.shape), dtype=torch.uint8)
+    sequence = model.raster.to_sequence(images)
+    expected = model.embedding(model._padded(sequence[:, :-1]), 0)
+    tables = tables_of(model.embedding)
+    assert tables is not None
+    context = np.zeros((3, 16), dtype=np.float32)
+    for position in range(model.raster.length):
+        x = np.empty((3, 16), dtype=np.float32)
+        embed(
+            sequence.numpy(),
+            position,
+            tables.lags,
+            tables.inside,
+            tables.table,
+            tables.place,
+            context,
+            x,
+        )
+        np.testing.assert_allclose(x, expected[:, position], atol=2e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_attention_is_the_recurrence(feature_map: str) -> None:
+    from imagegen.attention.linear import LinearAttention
+
+    torch.manual_seed(0)
+    module = LinearAttention(12, 2, feature_map=feature_map)
+    state = module.initial_state(3)
+    s, z = state.s.numpy().copy(), state.z.numpy().copy()
+    for _ in range(20):
+        x = torch.randn(3, 12)
+        expected, state = module.step(x, state)
+        qkv, y = module.qkv(x).numpy(), np.empty((3, 12), dtype=np.float32)
+        linear_attention(qkv, s, z, FEATURE_MAPS[feature_map], np.float32(1e-6), y)
+        torch.testing.assert_close(module.out(torch.from_numpy(y)), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(s, state.s, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(z, state.z, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attention": {"_target_": "imagegen.attention.softmax.SoftmaxAttention"}}, "SoftmaxAtt"),
+        ({"attention": {**RELU, "feature_map": "favor"}}, "feature map"),
+        ({"convolution": [1, 1]}, "convolutions"),
+    ],
+)
+def test_other_models_fall_back_and_say_so_once(
+    options: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    decode._say.cache_clear()
+    model = tiny_model(ImageSpec(4, 4, 1, 17), **options)
+    assert reason in str(why_not(model))
+    with pytest.raises(ValueError, match=reason):
+        FusedDecoder(model)
+    first, second = _all(model, 2, seed=1), _all(model, 2, seed=1)
+    assert np.array_equal(first, second)
+    assert capsys.readouterr().err.count("drawing without compiled loops") == 1
+
+
+def test_what_the_loop_cannot_draw_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    model = tiny_model(ImageSpec(4, 4, 1, 17))
+    assert choose_decoder(model, Controls()) is not None
+    for controls in (Controls(temperature=0.0), Controls(top_p=0.9), Controls(guidance=2.0)):
+        assert choose_decoder(model, controls) is None
+    assert choose_decoder(model.double(), Controls()) is None
+    monkeypatch.setattr(decode, "SHORTEST", 17)
+    assert choose_decoder(model.float(), Controls()) is None
