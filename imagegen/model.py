@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.build import build
 from imagegen.embedding import InputEmbedding
 from imagegen.errors import UserError
@@ -35,7 +35,7 @@ class ModelState:
         layers: the attention states.
     """
 
-    position: int
+    position: Position
     recent: UInt8[Tensor, "b lookback s"]
     layers: list[AttentionState]
 
