@@ -201,8 +201,24 @@ def _exported(step: SingleStep) -> bytes:
     if exported is None:
         raise RuntimeError("torch.onnx.export returned nothing")
     exported.model.metadata_props.update(step_metadata(step))
-    content: bytes = exported.model_proto.SerializeToString()
+    proto = exported.model_proto
+    for value in (*proto.graph.input, *proto.graph.output):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.dim_param:
+                axis.dim_param = "batch"
+    # The exporter's notes on every operation name folders of this machine.
+    del proto.graph.value_info[:]
+    _forget_notes(proto.graph.node)
+    content: bytes = proto.SerializeToString()
     return content
+
+
+def _forget_notes(nodes: Any) -> None:
+    for node in nodes:
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+        for attribute in node.attribute:
+            _forget_notes(attribute.g.node)
 
 
 def _replace_bags(model: nn.Module) -> None:
