@@ -89,6 +89,7 @@ def speed(table: str, out: Path, rounds: int) -> None:
     from imagegen.data.base import ImageDataset
     from imagegen.generate import generate
     from imagegen.model import ImageTransformer
+    from imagegen.model_options import model_options
 
     made: dict[str, Any] = {}
     for name, overrides in TABLES[table].items():
@@ -98,9 +99,7 @@ def speed(table: str, out: Path, rounds: int) -> None:
         torch.manual_seed(0)
         model = ImageTransformer(
             dataset.spec,
-            **config["model"],
-            attention=config["attention"],
-            head=config["head"],
+            **model_options(config, dataset),
         )
         made[name] = (model, instantiate(cfg.optimizer)(model.parameters()), cfg.batch_size)
     images = torch.from_numpy(dataset.split("train").images[:256])

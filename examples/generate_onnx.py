@@ -22,19 +22,20 @@ import onnxruntime
 TYPES = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int64)": np.int64}
 
 
-def generate(path: str | Path, n: int, seed: int = 0) -> np.ndarray:
-    """Draw n images with the model in the file `path`: uint8 levels, "n h w c"."""
+def generate(path: str | Path, n: int, seed: int = 0, label: int = -1) -> np.ndarray:
+    """Draw n images with the model in the file `path`: uint8 levels, "n h w c".
+
+    A model that knows labels draws images of the class `label`, or with -1 of any.
+    """
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     facts = session.get_modelmeta().custom_metadata_map
-    height, width, channels, levels, steps, values_per_step = (
+    height, width, channels, steps, values_per_step, numbers = (
         int(facts[name])
-        for name in ("height", "width", "channels", "levels", "steps", "values_per_step")
+        for name in ("height", "width", "channels", "steps", "values_per_step", "uniforms_per_step")
     )
-    if values_per_step != 1:
-        raise SystemExit("this example draws one value a step; the model draws several.")
-    per_value = 2 if facts["head"] == "mixture_of_logistics" else 1
-    noise = np.stack([uniforms(seed, image, steps * per_value) for image in range(n)])
-    noise = noise.reshape(n, steps, per_value)
+    noise = np.stack([uniforms(seed, image, steps * numbers) for image in range(n)])
+    noise = noise.reshape(n, steps, numbers)
+    labels = {"label": np.full(n, label)} if int(facts["n_classes"]) else {}
 
     first = json.loads(facts["initial_state"])
     state = {
@@ -43,14 +44,14 @@ def generate(path: str | Path, n: int, seed: int = 0) -> np.ndarray:
         if entry.name in first
     }
     names = [entry.name for entry in session.get_outputs()]
-    values = np.zeros((n, steps), np.int64)
-    token = np.zeros((n, 1), np.int64)  # Ignored at position 0, for no value lies before it.
+    values = np.zeros((n, steps, values_per_step), np.int64)
+    token = values[:, 0]  # Ignored at position 0, for no value lies before it.
     for position in range(steps):
-        feed = {"token": token, "position": np.array(position), **state}
+        feed = {"token": token, "position": np.array(position), **labels, **state}
         found = dict(zip(names, session.run(names, feed), strict=True))
         state = {name: found[f"next.{name}"] for name in state}
-        values[:, position] = draw(facts, found["parameters"], noise[:, position], levels)
-        token = values[:, position, np.newaxis]
+        token = draw(facts, found["parameters"], noise[:, position])
+        values[:, position] = token
     # Rows from the top, pixels from the left, the channels of a pixel together.
     return values.reshape(n, height, width, channels).astype(np.uint8)
 
@@ -61,23 +62,31 @@ def uniforms(seed: int, image: int, count: int) -> np.ndarray:
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
-def draw(
-    facts: dict[str, str], parameters: np.ndarray, noise: np.ndarray, levels: int
-) -> np.ndarray:
-    """Draw a level for each row of parameters by inversion."""
+def draw(facts: dict[str, str], parameters: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Draw the values of a step for each row of parameters, by inversion: levels "n s"."""
     parameters = parameters.astype(np.float64)
     if facts["head"] == "categorical":
-        return invert(parameters, noise[:, 0])
+        return invert(parameters, noise[:, 0])[:, np.newaxis]
     if facts["head"] != "mixture_of_logistics":
         raise SystemExit(f"this example does not know the head {facts['head']}.")
-    # Choose a component, then a point of its logistic distribution, then the level around it.
-    logits, means, log_scales = np.split(parameters, 3, axis=1)
-    component = invert(logits, noise[:, 0])[:, np.newaxis]
-    mean = np.take_along_axis(np.clip(means, -1e4, 1e4), component, axis=1)[:, 0]
-    log_scale = np.take_along_axis(np.clip(log_scales, -7, 7), component, axis=1)[:, 0]
-    u = noise[:, 1]
-    x = mean + np.exp(log_scale) * (np.log(u) - np.log1p(-u))
-    return np.clip(np.rint((x + 1) / 2 * (levels - 1)), 0, levels - 1).astype(np.int64)
+    # Choose a component, then for each value a point of its logistic, then the level around it.
+    # The parameters are k logits, s k means, s k log-scales and k coefficients for each value on
+    # each one before it.
+    top, s = int(facts["levels"]) - 1, int(facts["values_per_step"])
+    parts = parameters.reshape(len(parameters), -1, int(facts["n_mixtures"]))
+    component = invert(parts[:, 0], noise[:, 0])
+    chosen = parts[np.arange(len(parts)), :, component]
+    means, log_scales = np.clip(chosen[:, 1 : 1 + s], -1e4, 1e4), chosen[:, 1 + s : 1 + 2 * s]
+    weights, first = np.tanh(chosen[:, 1 + 2 * s :]), 0
+    levels = np.zeros((len(parts), s))
+    for i in range(s):
+        before = levels[:, :i] * (2 / top) - 1
+        mean = means[:, i] + (weights[:, first : first + i] * before).sum(axis=1)
+        u = noise[:, 1 + i]
+        x = mean + np.exp(np.clip(log_scales[:, i], -7, 7)) * (np.log(u) - np.log1p(-u))
+        levels[:, i] = np.clip(np.rint((x + 1) / 2 * top), 0, top)
+        first += i
+    return levels.astype(np.int64)
 
 
 def invert(logits: np.ndarray, uniform: np.ndarray) -> np.ndarray:
@@ -109,10 +118,12 @@ def main() -> None:
     parser.add_argument("out", help="image file to write: .pgm for grey, .ppm for colour")
     parser.add_argument("--n", type=int, default=16, help="number of images (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="the same images for the same seed")
+    parser.add_argument("--label", type=int, default=-1, help="class, of models that know labels")
     arguments = parser.parse_args()
     session = onnxruntime.InferenceSession(arguments.model, providers=["CPUExecutionProvider"])
     levels = int(session.get_modelmeta().custom_metadata_map["levels"])
-    save(arguments.out, generate(arguments.model, arguments.n, arguments.seed), levels)
+    images = generate(arguments.model, arguments.n, arguments.seed, arguments.label)
+    save(arguments.out, images, levels)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.durations import format_seconds
 from imagegen.generate import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
@@ -63,8 +64,8 @@ class Grids(Callback):
         """Go on counting."""
         self._validations = state_dict["validations"]
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw, in the first process only."""
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw, in the first process only, while a `WeightAverage` still shows the average."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self._validations += 1
@@ -76,15 +77,24 @@ class Grids(Callback):
                 self._emit(trainer, "completions", self._completions(trainer, pl_module))
 
     def _samples(self, module: ImageModule) -> np.ndarray:
-        drawn = np.concatenate(list(generate(module.model, self.n_samples, seed=self.seed)))
-        return make_grid(to_display(drawn, module.model.spec.levels))
+        model = module.model
+        # Classes in turn, each in a column of its own where there are few.
+        labels = None if model.n_classes is None else range(model.n_classes)
+        drawn = list(generate(model, self.n_samples, seed=self.seed, labels=labels))
+        columns = None if labels is None or len(labels) > self.n_samples else len(labels)
+        return make_grid(to_display(np.concatenate(drawn), model.spec.levels), columns)
 
     def _completions(self, trainer: Trainer, module: ImageModule) -> np.ndarray:
         spec = module.model.spec
         split = trainer.datamodule.split("val")  # type: ignore[attr-defined]
         images = np.ascontiguousarray(split.images[: self.n_completed])
         rows = [round(self.visible * spec.height)] * len(images)
-        drawn = complete(module.model, images, rows, self.completions, seed=self.seed)
+        labels = None
+        if module.model.n_classes is not None and split.labels is not None:
+            labels = split.labels[: self.n_completed].tolist()
+        drawn = complete(
+            module.model, images, rows, self.completions, seed=self.seed, labels=labels
+        )
         originals, drawn = to_display(images, spec.levels), to_display(drawn, spec.levels)
         return make_completion_grid(originals, drawn, rows)
 
@@ -242,10 +252,3 @@ class StopWhole(Callback):
         """Ask for the end once the steps are spent."""
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True
-
-
-def format_seconds(seconds: float) -> str:
-    """1:02:03, or 02:03 below an hour."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"

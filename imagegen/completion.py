@@ -60,7 +60,8 @@ def read_partial(loaded: LoadedCheckpoint, options: SampleOptions) -> Partial:
     if options.images is None:
         images, sources = _from_test_split(loaded, options)
     else:
-        images, sources = _from_files(options.images, options, spec)
+        out = options.out.resolve()
+        images, sources = read_files(options.images, options.n, options.resize, spec, outside=out)
     return Partial(images, sources, rows_to_keep(options, len(images), spec.height))
 
 
@@ -88,7 +89,11 @@ def rows_to_keep(options: SampleOptions, n: int, height: int) -> list[int]:
 
 
 def draw_completions(
-    model: ImageTransformer, options: SampleOptions, partial: Partial, folder: Path
+    model: ImageTransformer,
+    options: SampleOptions,
+    labels: Sequence[int] | None,
+    partial: Partial,
+    folder: Path,
 ) -> dict[str, Any]:
     """Draw all completions, then write each into `folder` beside its original, and a grid.
 
@@ -106,7 +111,8 @@ def draw_completions(
             partial.visible_rows,
             k,
             seed=options.seed,
-            temperature=options.temperature,
+            controls=options.controls,
+            labels=labels,
             batch_size=options.batch_size,
             progress=advance,
         )
@@ -169,20 +175,35 @@ def _listed(options: SampleOptions) -> int | None:
     return len(given) if isinstance(given, tuple) else None
 
 
-def _from_files(
-    paths: Sequence[Path], options: SampleOptions, spec: ImageSpec
+def read_files(
+    paths: Sequence[Path],
+    n: int | None,
+    resize: bool,
+    spec: ImageSpec,
+    outside: Path | None = None,
 ) -> tuple[UInt8[np.ndarray, "n h w c"], list[str]]:
+    """The first `n` images of the files and folders named, as levels, and where each lies.
+
+    Args:
+        paths: image files, and folders of them, nested or not.
+        n: number of images; None takes all.
+        resize: whether images of another size than `spec` are resized and cropped, or refused.
+        spec: what the images are to be.
+        outside: a folder that no image may lie in, for it will be replaced.
+
+    Raises:
+        UserError: where images are missing, broken, too few, or of another size.
+    """
     files = _files_in(paths)
-    if options.n is not None and options.n > len(files):
-        raise UserError(f"n={options.n}, but images holds {len(files)} in all.")
-    files = files[: options.n]
-    out = options.out.resolve()
+    if n is not None and n > len(files):
+        raise UserError(f"n={n}, but images holds {len(files)} in all.")
+    files = files[:n]
     for file in files:
-        if file.resolve().is_relative_to(out):
+        if outside is not None and file.resolve().is_relative_to(outside):
             raise UserError(
-                f"{file} lies in out={options.out}, which would be replaced; choose another out."
+                f"{file} lies in out={outside}, which would be replaced; choose another out."
             )
-    images = np.stack([_read(file, options.resize, spec) for file in files])
+    images = np.stack([_read(file, resize, spec) for file in files])
     return from_display(images, spec.levels), [str(file) for file in files]
 
 

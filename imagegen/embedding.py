@@ -53,7 +53,8 @@ class ValueAndSinusoid(InputEmbedding):
     """The paper's input: a learned embedding of the value before, beside a fixed sinusoid.
 
     Each takes half of the width (Katharopoulos et al., 2020, with the sinusoid of Vaswani et al.,
-    2017, section 3.5). The first step has a learned embedding of its own.
+    2017, section 3.5). The first step has a learned embedding of its own. The embeddings of several
+    values a step, one table each, are added.
     """
 
     lookback = 1
@@ -62,8 +63,11 @@ class ValueAndSinusoid(InputEmbedding):
         super().__init__(d_model, raster)
         if d_model % 4:
             raise UserError(f"model.d_model={d_model} must be a multiple of 4 for the sinusoid.")
-        self.start = raster.spec.levels
-        self.value = nn.Embedding(raster.spec.levels + 1, d_model // 2)
+        values = raster.values_per_step
+        self.start = values * raster.spec.levels
+        self.value = nn.Embedding(self.start + 1, d_model // 2)
+        table = torch.arange(values, dtype=torch.int32) * raster.spec.levels
+        self.register_buffer("table", table, persistent=False)
         position = torch.arange(raster.length).unsqueeze(-1)
         angle = position * torch.exp(
             torch.arange(0, d_model // 2, 2) * (-math.log(10_000.0) / (d_model // 2))
@@ -73,7 +77,9 @@ class ValueAndSinusoid(InputEmbedding):
 
     def forward(self, window: UInt8[Tensor, "b w s"], start: Position) -> Float[Tensor, "b n e"]:
         step = start + torch.arange(window.shape[1], device=window.device)
-        value = self.value(torch.where(step == 0, self.start, window[..., 0].int()))
+        index = window.int() + cast(Tensor, self.table)
+        index = torch.where((step == 0).unsqueeze(-1), self.start, index)
+        value = self.value(index).sum(dim=-2)
         sinusoid = cast(Tensor, self.sinusoid)[step]
         return torch.cat([value, sinusoid.expand_as(value)], dim=-1)
 
@@ -95,10 +101,11 @@ class Neighbourhood(InputEmbedding):
     """Two-dimensional context: the earlier pixels around the predicted one, and its place.
 
     Each neighbour's level has a learned embedding, and enters as a number too, for an embedding
-    alone has to learn that 127 lies next to 128. In colour, a sub-pixel sees its own channel in the
-    neighbouring pixels, and the sub-pixels just before it. Row, column and channel of the predicted
-    value are embedded (Sparse Transformer, Child et al., 2019, section 5.2). The state keeps the
-    last rows: its size depends on the image's width, never on the length.
+    alone has to learn that 127 lies next to 128. A pixel sees all channels of its neighbours; a
+    sub-pixel sees its own channel in the neighbouring pixels, and the sub-pixels just before it.
+    Row, column and channel of the predicted step are embedded (Sparse Transformer, Child et al.,
+    2019, section 5.2). The state keeps the last rows: its size depends on the image's width, never
+    on the length.
 
     Args:
         neighbours: offsets (row, column) in pixels, each of them before the predicted pixel.
@@ -123,7 +130,7 @@ class Neighbourhood(InputEmbedding):
                 )
         # The steps just before are seen across the end of a row too, so that no value waits to be
         # seen. A neighbour outside of every image would only ever be missing.
-        previous = list(range(1, max(2, spec.channels)))
+        previous = list(range(1, max(2, raster.steps_per_pixel)))
         pixels = [
             (row, column)
             for row, column in neighbours
@@ -133,23 +140,23 @@ class Neighbourhood(InputEmbedding):
         ]
         lags = [self._lag(row, column) for row, column in pixels] + previous
         self.lookback = max(lags)
-        self.n_neighbours = len(lags)
+        values = raster.values_per_step
         self.register_buffer("lags", torch.tensor(lags), persistent=False)
         self.register_buffer("valid", self._validity(pixels, previous), persistent=False)
-        table = torch.arange(len(lags), dtype=torch.int32) * (spec.levels + 1)
-        self.register_buffer("table", table, persistent=False)
+        table = torch.arange(len(lags) * values, dtype=torch.int32) * (spec.levels + 1)
+        self.register_buffer("table", table.view(len(lags), values), persistent=False)
 
-        self.value = nn.EmbeddingBag(len(lags) * (spec.levels + 1), d_model, mode="sum")
-        self.number = nn.Linear(2 * len(lags), d_model)
+        self.value = nn.EmbeddingBag(table.numel() * (spec.levels + 1), d_model, mode="sum")
+        self.number = nn.Linear(len(lags) * (values + 1), d_model)
         self.row = nn.Embedding(spec.height, d_model)
         self.column = nn.Embedding(spec.width, d_model)
-        self.channel = nn.Embedding(spec.channels, d_model)
+        self.channel = nn.Embedding(raster.steps_per_pixel, d_model)
         for embedding in (self.value, self.row, self.column, self.channel):
             nn.init.normal_(embedding.weight, std=d_model**-0.5)
 
     def _lag(self, row: int, column: int) -> int:
-        """Steps from a neighbouring pixel to the predicted value, of the same channel."""
-        return (-row * self.raster.spec.width - column) * self.raster.spec.channels
+        """Steps from a neighbouring pixel to the predicted step, of the same channel."""
+        return (-row * self.raster.spec.width - column) * self.raster.steps_per_pixel
 
     def _validity(
         self, pixels: Sequence[tuple[int, int]], previous: Sequence[int]
@@ -157,8 +164,8 @@ class Neighbourhood(InputEmbedding):
         """Whether each neighbour of each step lies inside the image."""
         spec = self.raster.spec
         step = torch.arange(self.raster.length)
-        row = step // (spec.width * spec.channels)
-        column = step // spec.channels % spec.width
+        row = step // self.raster.row_length
+        column = step // self.raster.steps_per_pixel % spec.width
         inside = [
             (row + dy >= 0) & (column + dx >= 0) & (column + dx < spec.width) for dy, dx in pixels
         ]
@@ -171,16 +178,16 @@ class Neighbourhood(InputEmbedding):
         lags, table = cast(Tensor, self.lags), cast(Tensor, self.table)
         valid = cast(Tensor, self.valid)[step]
         source = torch.arange(self.lookback, self.lookback + n, device=window.device)
-        level = window[..., 0][:, source.unsqueeze(-1) - lags]
-        index = torch.where(valid, level.int(), spec.levels) + table
-        value = self.value(index.flatten(0, 1)).unflatten(0, index.shape[:2])
+        level = window[:, source.unsqueeze(-1) - lags]  # "b n k s"
+        index = torch.where(valid.unsqueeze(-1), level.int(), spec.levels) + table
+        value = self.value(index.flatten(2).flatten(0, 1)).unflatten(0, index.shape[:2])
 
         dtype = self.number.weight.dtype
-        number = (level.to(dtype) * (2 / (spec.levels - 1)) - 1) * valid
-        flags = valid.to(dtype).expand_as(number)
+        number = (level.to(dtype) * (2 / (spec.levels - 1)) - 1) * valid.unsqueeze(-1)
+        flags = valid.to(dtype).expand(number.shape[:3])
         place = (
-            self.row(step // (spec.width * spec.channels))
-            + self.column(step // spec.channels % spec.width)
-            + self.channel(step % spec.channels)
+            self.row(step // self.raster.row_length)
+            + self.column(step // self.raster.steps_per_pixel % spec.width)
+            + self.channel(step % self.raster.steps_per_pixel)
         )
-        return value + self.number(torch.cat([number, flags], dim=-1)) + place
+        return value + self.number(torch.cat([number.flatten(2), flags], dim=-1)) + place

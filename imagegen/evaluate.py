@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float64, UInt8
+from jaxtyping import Float64, Int64, UInt8
 
 from imagegen import options as opt
 from imagegen.cli import hydra_entry
@@ -36,12 +36,14 @@ def score_images(
     images: UInt8[np.ndarray, "n h w c"],
     batch_size: int | None = None,
     progress: Callable[[float], None] | None = None,
+    labels: Int64[np.ndarray, " n"] | None = None,
 ) -> Float64[np.ndarray, " n"]:
     """bits/dim of each image, whatever the batch size.
 
     Args:
         model: scores on the device it lies on, in eval mode; its mode is left as it was.
         images: levels; may be memory-mapped.
+        labels: classes of the images, for models that know them; -1 is no label.
         batch_size: images scored together; by default as many as make `POSITIONS` dimensions.
         progress: called with the number of images done since the last call.
 
@@ -59,7 +61,10 @@ def score_images(
         with torch.inference_mode():
             for first in range(0, len(images), batch_size):
                 batch = torch.from_numpy(np.array(images[first : first + batch_size]))
-                bits = model.bits_per_dim(batch.to(device))
+                known = None
+                if labels is not None:
+                    known = torch.from_numpy(labels[first : first + batch_size]).to(device)
+                bits = model.bits_per_dim(batch.to(device), known)
                 scores[first : first + len(batch)] = bits.double().cpu().numpy()
                 if progress is not None:
                     progress(len(batch))
@@ -72,6 +77,38 @@ def score_images(
             "must have diverged; evaluate another checkpoint."
         )
     return scores
+
+
+def classify_images(
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    batch_size: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Float64[np.ndarray, "n classes"]:
+    """bits/dim of each image under each label: -log2 p(image | label) / dims.
+
+    The least of a row is the class that a generative classifier chooses, argmax_y log p(x | y),
+    with all classes alike beforehand.
+
+    Args:
+        model, images, batch_size: as in `score_images`.
+        progress: called with the (fractional) number of images done since the last call.
+
+    Raises:
+        UserError: for a model without classes, and as `score_images`.
+    """
+    classes = model.n_classes
+    if classes is None:
+        raise UserError(
+            "classify=true needs a model trained with labels; train one with "
+            "model.conditional=true."
+        )
+    advance = None if progress is None else (lambda done: progress(done / classes))
+    scores = [
+        score_images(model, images, batch_size, advance, np.full(len(images), label))
+        for label in range(classes)
+    ]
+    return np.stack(scores, axis=1)
 
 
 def standard_error(scores: Float64[np.ndarray, " n"]) -> float | None:
@@ -97,21 +134,39 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     split = opt.choice(config["split"], "split", SPLITS)
     batch_size = opt.optional_whole_number(config["batch_size"], "batch_size", 1)
     limit = opt.optional_whole_number(config["limit"], "limit", 1)
+    with_labels = opt.flag(config["labels"], "labels")
+    classify = opt.flag(config["classify"], "classify")
     out = None if config["out"] is None else opt.absolute(str(config["out"]))
     if out is not None:
         ensure_writable(out)
     source = load_source(ckpt, opt.resolve_device(config["device"]))
     model = source.loaded.model
     dataset = opt.dataset_of(source.loaded.metadata, config["dataset"], model.spec)
-    images = dataset.split(split).images[:limit]
+    data = dataset.split(split)
+    images, labels = data.images[:limit], None
     if not len(images):
         raise UserError(f"the {split} split of {dataset.name} holds no images; choose another.")
+    if classify or (with_labels and model.n_classes is not None):
+        labels = None if data.labels is None else data.labels[:limit]
+        if labels is None:
+            raise UserError(
+                f"data set {dataset.name} has no labels to score with; add labels=false and leave "
+                "classify out."
+            )
     started = perf_counter()
+    classified: dict[str, Any] = {}
     with image_progress("evaluating", len(images)) as advance:
-        scores = score_images(model, images, batch_size, advance)
+        if classify and labels is not None:
+            every = classify_images(model, images, batch_size, advance)
+            scores = every[np.arange(len(images)), labels]
+            classified = {"accuracy": float((every.argmin(axis=1) == labels).mean())}
+        else:
+            scores = score_images(model, images, batch_size, advance, labels)
     result = {
         "bits_per_dim": float(scores.mean()),
         "standard_error": standard_error(scores),
+        "given_labels": labels is not None and model.n_classes is not None,
+        **classified,
         "images": len(images),
         "dims": model.spec.dims,
         "dataset": dataset.name,
@@ -131,10 +186,14 @@ def summary(result: Mapping[str, Any]) -> str:
     """One line that says what `run` found."""
     error = result["standard_error"]
     spread = "" if error is None else f" ± {error:.4f}"
-    return (
+    given = " given their labels" if result["given_labels"] else ""
+    line = (
         f"{result['bits_per_dim']:.4f}{spread} bits/dim over {result['images']} images of "
-        f"{result['dims']} dimensions ({result['dataset']}, {result['split']})"
+        f"{result['dims']} dimensions{given} ({result['dataset']}, {result['split']})"
     )
+    if "accuracy" in result:
+        line += f"; {result['accuracy']:.2%} classified rightly"
+    return line
 
 
 @hydra_entry("evaluate")

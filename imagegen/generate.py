@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from imagegen.drawing import Drawing, Progress, noise
 from imagegen.errors import UserError
+from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer, ModelState
 
 DEFAULT_BATCH = 64
@@ -24,26 +26,14 @@ DEFAULT_BATCH = 64
 # whole groups of this many rows, so that an image does not depend on what is drawn beside it.
 ROW_GROUP = 16
 
-Progress = Callable[[float], None]
-
-
-def uniforms(seed: int, image: int, stream: int, count: int) -> Float[np.ndarray, " count"]:
-    """The random numbers of one image: float64 in the open interval (0, 1).
-
-    They come from a Philox counter keyed by (seed, image), so that image i of a seed is the same
-    whatever is drawn beside it; `stream` tells several completions of one image apart.
-    """
-    bits = np.random.Philox(key=[seed, image], counter=[0, 0, 0, stream]).random_raw(count)
-    numbers: np.ndarray = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return numbers
-
 
 def generate(
     model: ImageTransformer,
     n: int,
     *,
     seed: int = 0,
-    temperature: float = 1.0,
+    controls: Controls | None = None,
+    labels: Sequence[int] | None = None,
     batch_size: int | None = None,
     start: int = 0,
     progress: Progress | None = None,
@@ -54,7 +44,9 @@ def generate(
         model: draws on the device it lies on; its training mode is left as it was.
         n: number of images, at least 1.
         seed: 0 to 2^64 - 1. Image i of a seed is the same for every n, batch size and start.
-        temperature: see `OutputHead.sample`.
+        controls: temperatures, top_p and guidance; by default, what the model has learned is drawn.
+        labels: image i is of class labels[i % len(labels)], 0 to n_classes - 1, or -1 for none;
+            without them no image has a label.
         batch_size: images drawn together; 64 by default.
         progress: called with the (fractional) number of images done since the last call.
 
@@ -62,29 +54,26 @@ def generate(
         Levels of finished images, at most batch_size at a time, in order.
 
     Raises:
-        UserError: for numbers out of their range.
+        UserError: for numbers out of their range, and for labels or controls that the model does
+        not have.
     """
     _check("n", n, 1)
     _check("start", start, 0)
-    batch_size = _checked_settings(seed, temperature, batch_size)
-    return _generate(model, n, seed, temperature, batch_size, start, progress)
+    batch_size = _checked_settings(seed, batch_size)
+    drawing = Drawing.of(model, seed, controls, labels, progress)
+    return _generate(model, n, drawing, batch_size, start)
 
 
 def _generate(
-    model: ImageTransformer,
-    n: int,
-    seed: int,
-    temperature: float,
-    batch_size: int,
-    start: int,
-    progress: Progress | None,
+    model: ImageTransformer, n: int, drawing: Drawing, batch_size: int, start: int
 ) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
     for first in range(start, start + n, batch_size):
         streams = [(image, 0) for image in range(first, min(first + batch_size, start + n))]
-        with _drawing(model):
+        with _no_gradients(model):
             rows = _round_up(len(streams), ROW_GROUP)
-            parameters, state = model.step(None, model.initial_state(rows))
-            sequence = _continue(model, parameters, state, seed, streams, temperature, progress)
+            state = _initial_state(model, [image for image, _ in streams], rows, drawing)
+            parameters, state = model.step(None, state)
+            sequence = _continue(model, parameters, state, streams, drawing)
             images = model.raster.to_images(sequence).cpu().numpy()
         yield images
 
@@ -96,7 +85,8 @@ def complete(
     completions: int,
     *,
     seed: int = 0,
-    temperature: float = 1.0,
+    controls: Controls | None = None,
+    labels: Sequence[int] | None = None,
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> UInt8[np.ndarray, "n k h w c"]:
@@ -111,14 +101,15 @@ def complete(
         visible_rows: for each image, the number of rows to keep, 0 to h.
         completions: continuations `k` of each image, at least 1. Continuation j of image i is the
             same for every number of images and continuations.
-        seed, temperature, batch_size: as in `generate`.
+        seed, controls, labels, batch_size: as in `generate`.
         progress: called with the (fractional) number of continuations done since the last call.
 
     Raises:
-        UserError: for numbers out of their range.
+        UserError: as `generate`.
     """
     _check("completions", completions, 1)
-    batch_size = _checked_settings(seed, temperature, batch_size)
+    batch_size = _checked_settings(seed, batch_size)
+    drawing = Drawing.of(model, seed, controls, labels, progress)
     height = model.spec.height
     if len(visible_rows) != len(images):
         raise UserError(f"visible rows are given for {len(visible_rows)} of {len(images)} images.")
@@ -142,7 +133,7 @@ def complete(
             for first in range(0, len(members), together):
                 chosen = members[first : first + together]
                 result[chosen, forks.start : forks.stop] = _complete(
-                    model, images[chosen], chosen, rows, forks, seed, temperature, progress
+                    model, images[chosen], chosen, rows, forks, drawing
                 )
     return result
 
@@ -153,28 +144,25 @@ def _complete(
     indices: Sequence[int],
     rows: int,
     forks: range,
-    seed: int,
-    temperature: float,
-    progress: Progress | None,
+    drawing: Drawing,
 ) -> UInt8[np.ndarray, "n k h w c"]:
     """Continuations `forks` of images that show the same number of rows."""
     filled = _round_up(len(images), ROW_GROUP // math.gcd(len(forks), ROW_GROUP))
     visible = torch.from_numpy(np.resize(images[:, :rows], (filled, rows, *images.shape[2:])))
     streams = [(image, fork) for image in indices for fork in forks]
-    with _drawing(model):
-        prefix = model.raster.to_sequence(visible.to(model.norm.weight.device))
+    with _no_gradients(model):
+        prefix = model.raster.to_sequence(visible.to(model.device))
+        state = _initial_state(model, indices, filled, drawing)
         if rows:
-            parameters, state = model.prefill(prefix)
+            parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)
         else:
-            parameters, state = model.step(None, model.initial_state(filled))
+            parameters, state = model.step(None, state)
         sequence = _continue(
             model,
             parameters.repeat_interleave(len(forks), dim=0),
             state.repeat(len(forks)),
-            seed,
             streams,
-            temperature,
-            progress,
+            drawing,
         )
         prefix = prefix[: len(images)].repeat_interleave(len(forks), dim=0)
         drawn = model.raster.to_images(torch.cat([prefix, sequence], dim=1)).cpu().numpy()
@@ -185,44 +173,49 @@ def _continue(
     model: ImageTransformer,
     parameters: Float[Tensor, "rows p"],
     state: ModelState,
-    seed: int,
     streams: Sequence[tuple[int, int]],
-    temperature: float,
-    progress: Progress | None,
+    drawing: Drawing,
 ) -> UInt8[Tensor, "b n s"]:
     """Draw the rest of the sequences, from the distribution of their next step on.
 
-    There may be more rows than streams of random numbers; the rows beyond are dropped.
+    There may be more rows than streams of random numbers; the rows beyond are dropped. With
+    guidance, the second half of the rows is the first without labels.
     """
     first = state.position - 1
     steps = model.raster.length - first
-    per_value = model.head.uniforms_per_value
-    # Noise belongs to a position: a completion's does not depend on how much is visible.
-    skip, count = first * per_value, steps * per_value
-    noise = np.stack(
-        [uniforms(seed, image, stream, skip + count)[skip:] for image, stream in streams]
-    )
-    noise = np.resize(noise, (parameters.shape[0], count))
-    drawn = torch.from_numpy(noise).to(parameters.device).unflatten(1, (steps, per_value))
+    rows = parameters.shape[0] // drawing.copies
+    numbers = torch.from_numpy(noise(model, drawing.seed, streams, first, rows))
+    numbers = numbers.to(parameters.device)
     sequence = torch.empty(
-        parameters.shape[0],
-        steps,
-        model.raster.values_per_step,
-        dtype=torch.uint8,
-        device=parameters.device,
+        rows, steps, model.raster.values_per_step, dtype=torch.uint8, device=parameters.device
     )
     for step in range(steps):
         if step:
-            parameters, state = model.step(sequence[:, step - 1], state)
-        level = model.head.sample(parameters, drawn[:, step], temperature)
-        sequence[:, step, 0] = level
-        if progress:
-            progress(len(streams) / steps)
+            values = sequence[:, step - 1].repeat(drawing.copies, 1)
+            parameters, state = model.step(values, state)
+        if drawing.copies == 1:
+            levels = model.head.sample(parameters, numbers[:, step], drawing.controls)
+        else:
+            with_labels, without = parameters.chunk(2)
+            levels = model.head.sample_guided(
+                with_labels, without, numbers[:, step], drawing.controls
+            )
+        sequence[:, step] = levels
+        if drawing.progress:
+            drawing.progress(len(streams) / steps)
     return sequence[: len(streams)]
 
 
+def _initial_state(
+    model: ImageTransformer, images: Sequence[int], rows: int, drawing: Drawing
+) -> ModelState:
+    labels = drawing.labels_of(images, rows)
+    on_device = None if labels is None else labels.to(model.device)
+    return model.initial_state(rows * drawing.copies, on_device)
+
+
 @contextmanager
-def _drawing(model: ImageTransformer) -> Iterator[None]:
+def _no_gradients(model: ImageTransformer) -> Iterator[None]:
     """Without gradients or dropout, leaving the model as it was."""
     training = model.training
     model.eval()
@@ -242,11 +235,9 @@ def _check(name: str, value: int, low: int) -> None:
         raise UserError(f"{name}={value} must be at least {low}.")
 
 
-def _checked_settings(seed: int, temperature: float, batch_size: int | None) -> int:
+def _checked_settings(seed: int, batch_size: int | None) -> int:
     if not 0 <= seed < 2**64:
         raise UserError(f"seed={seed} must lie between 0 and 2^64 - 1.")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(f"temperature={temperature} must be a finite number of at least 0.")
     if batch_size is None:
         return DEFAULT_BATCH
     _check("batch_size", batch_size, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from imagegen.errors import UserError
 from imagegen.output import write_atomic
@@ -22,6 +22,9 @@ PADDING_VALUE = 208
 
 HIDDEN_VALUE = 128
 """Colour of the part of an image that a completion has to draw."""
+
+CAPTION_HEIGHT = 16
+"""Pixels of a line of text above a grid."""
 
 GRID_TILES = 256
 GRID_PIXELS = 1 << 24
@@ -126,6 +129,35 @@ def make_grid(
         tile = image.repeat(factor, axis=0).repeat(factor, axis=1)
         grid[top : top + height * factor, left : left + width * factor] = tile
     return grid
+
+
+def with_captions(
+    grid: UInt8[np.ndarray, "H W c"], captions: Sequence[str]
+) -> UInt8[np.ndarray, "H2 W c"]:
+    """The grid below a strip of text that has one caption for each of its columns.
+
+    Args:
+        grid: values 0..255, of 1 or 3 channels.
+        captions: for columns of equal width; those that are too long are cut off.
+    """
+    _, width, channels = grid.shape
+    strip = Image.new("L", (width, CAPTION_HEIGHT), PADDING_VALUE)
+    drawn = ImageDraw.Draw(strip)
+    font = ImageFont.load_default(CAPTION_HEIGHT - 4)
+    column = width / len(captions)
+    for index, caption in enumerate(captions):
+        fits = next(
+            (
+                caption[:end]
+                for end in range(len(caption), 0, -1)
+                if drawn.textlength(caption[:end], font=font) <= column - 2
+            ),
+            "",
+        )
+        centre = ((index + 0.5) * column, CAPTION_HEIGHT / 2)
+        drawn.text(centre, fits, fill=0, font=font, anchor="mm")
+    text = np.repeat(np.asarray(strip)[..., None], channels, axis=2)
+    return np.concatenate([text, grid])
 
 
 def mask_hidden(

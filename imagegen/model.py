@@ -7,14 +7,16 @@ Axes: `b` batch, `h w c` height, width, channel, `n` position, `s` values a step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from imagegen.attention.base import AttentionState, CausalAttention, Position
+from imagegen.block import NORMS, Block, known
 from imagegen.build import build
 from imagegen.embedding import InputEmbedding
 from imagegen.errors import UserError
@@ -22,7 +24,7 @@ from imagegen.heads.base import OutputHead
 from imagegen.raster import Raster
 from imagegen.spec import ImageSpec
 
-ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU}
+NO_LABEL = -1
 
 
 @dataclasses.dataclass
@@ -33,15 +35,18 @@ class ModelState:
         position: number of steps whose distributions have been computed.
         recent: levels of the last steps, as many as the embedding looks back.
         layers: the attention states.
+        context: embedding of the label, of models that know labels.
     """
 
     position: Position
     recent: UInt8[Tensor, "b lookback s"]
     layers: list[AttentionState]
+    context: Float[Tensor, "b e"] | None = None
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
-        return [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
+        tensors = [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
+        return tensors if self.context is None else [*tensors, self.context]
 
     @property
     def nbytes(self) -> int:
@@ -51,69 +56,21 @@ class ModelState:
     def clone(self) -> ModelState:
         """A copy that shares no memory with this state."""
         layers = [layer.clone() for layer in self.layers]
-        return ModelState(self.position, self.recent.clone(), layers)
+        context = None if self.context is None else self.context.clone()
+        return ModelState(self.position, self.recent.clone(), layers, context)
 
     def repeat(self, times: int) -> ModelState:
         """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
         layers = [layer.repeat(times) for layer in self.layers]
-        return ModelState(self.position, self.recent.repeat_interleave(times, dim=0), layers)
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each with its residual connection and LayerNorm.
-
-    The norm precedes the layer inside the residual branch (`norm_first`), or follows the sum as in
-    the paper's model.
-    """
-
-    def __init__(
-        self,
-        attention: CausalAttention[Any],
-        d_model: int,
-        d_ff: int,
-        dropout: float,
-        activation: str,
-        norm_first: bool,
-    ) -> None:
-        super().__init__()
-        self.attention = attention
-        self.norm_first = norm_first
-        self.norm1 = nn.LayerNorm(d_model)
-        self.norm2 = nn.LayerNorm(d_model)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(d_model, d_ff),
-            ACTIVATIONS[activation](),
-            nn.Dropout(dropout),
-            nn.Linear(d_ff, d_model),
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(
-        self, x: Float[Tensor, "b n e"], state: AttentionState | None
-    ) -> tuple[Float[Tensor, "b n e"], AttentionState]:
-        """All positions at once, continuing from `state`."""
-        y, state = self.attention(self.norm1(x) if self.norm_first else x, state)
-        return self._residuals(x, y), state
-
-    def step(
-        self, x: Float[Tensor, "b e"], state: AttentionState
-    ) -> tuple[Float[Tensor, "b e"], AttentionState]:
-        """One position."""
-        y, state = self.attention.step(self.norm1(x) if self.norm_first else x, state)
-        return self._residuals(x, y), state
-
-    def _residuals(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.norm_first:
-            x = x + self.dropout(y)
-            return x + self.dropout(self.feed_forward(self.norm2(x)))
-        x = self.norm1(x + self.dropout(y))
-        return self.norm2(x + self.dropout(self.feed_forward(x)))
+        recent = self.recent.repeat_interleave(times, dim=0)
+        context = None if self.context is None else self.context.repeat_interleave(times, dim=0)
+        return ModelState(self.position, recent, layers, context)
 
 
 class ImageTransformer(nn.Module):
     """An autoregressive transformer over the values of an image.
 
-    It is trained with all positions in parallel (`parameters`, `log_prob`) and generates from a
+    It is trained with all positions in parallel (`parameters_of`, `log_prob`) and generates from a
     recurrent state (`prefill`, `step`); both forms share the weights and agree.
 
     Args:
@@ -121,8 +78,13 @@ class ImageTransformer(nn.Module):
         attention, head, embedding: plain dictionaries, a `_target_` of this package and options.
         n_layers, d_model, n_heads, head_dim, d_ff: sizes; head_dim is d_model / n_heads by default.
         dropout: share of activations zeroed in training.
-        activation: `relu` or `gelu`, of the feed-forward layers.
-        norm_first: whether a norm precedes each layer, or follows it as in the paper.
+        activation, norm_first, norm, gated, residual_scale, convolution: see `Block`.
+        tokens: what a step predicts, see `Raster`.
+        n_classes: number of labels that the model is conditioned on; none by default.
+        label_dropout: share of labels withheld in training, so that the model also learns to do
+            without (classifier-free guidance, Ho and Salimans, 2022).
+        flips: whether the model is told that an image is mirrored, for training on mirrored images
+            without drawing them.
 
     Raises:
         UserError: for sizes and names that make no model.
@@ -142,6 +104,14 @@ class ImageTransformer(nn.Module):
         dropout: float = 0.0,
         activation: str = "gelu",
         norm_first: bool = True,
+        norm: str = "layer",
+        gated: bool = False,
+        residual_scale: float | None = None,
+        convolution: Sequence[int] | None = None,
+        tokens: str = "subpixel",
+        n_classes: int | None = None,
+        label_dropout: float = 0.1,
+        flips: bool = False,
     ) -> None:
         super().__init__()
         for name, size in {"n_layers": n_layers, "d_model": d_model, "d_ff": d_ff}.items():
@@ -149,13 +119,21 @@ class ImageTransformer(nn.Module):
                 raise UserError(f"model.{name}={size} must be at least 1.")
         if not 0 <= dropout < 1:
             raise UserError(f"model.dropout={dropout} must be at least 0 and below 1.")
-        if activation not in ACTIVATIONS:
-            raise UserError(
-                f"model.activation={activation} is unknown; choose one of {', '.join(ACTIVATIONS)}."
-            )
+        if not 0 <= label_dropout <= 1:
+            raise UserError(f"model.label_dropout={label_dropout} must lie between 0 and 1.")
+        if n_classes is not None and n_classes < 1:
+            raise UserError(f"n_classes={n_classes} must be at least 1.")
         self.spec = spec
-        self.raster = Raster(spec)
+        self.raster = Raster(spec, tokens)
+        self.n_classes = n_classes
+        self.label_dropout = label_dropout
         self.embedding = build(embedding, InputEmbedding, d_model=d_model, raster=self.raster)
+        # The last row stands for "no label".
+        self.label = None if n_classes is None else nn.Embedding(n_classes + 1, d_model)
+        self.flip = nn.Embedding(2, d_model) if flips else None
+        for table in (self.label, self.flip):
+            if table is not None:
+                nn.init.normal_(table.weight, std=d_model**-0.5)
         self.blocks = nn.ModuleList(
             Block(
                 build(
@@ -172,60 +150,104 @@ class ImageTransformer(nn.Module):
                 dropout=dropout,
                 activation=activation,
                 norm_first=norm_first,
+                norm=norm,
+                gated=gated,
+                residual_scale=residual_scale,
+                convolution=convolution,
+                row_length=self.raster.row_length,
             )
             for layer in range(n_layers)
         )
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = known("norm", norm, NORMS)(d_model)
         self.dropout = nn.Dropout(dropout)
-        self.head = build(head, OutputHead, d_model=d_model, levels=spec.levels)
+        self.head = build(
+            head,
+            OutputHead,
+            d_model=d_model,
+            levels=spec.levels,
+            values_per_step=self.raster.values_per_step,
+        )
 
-    def parameters_of(self, sequence: UInt8[Tensor, "b n s"]) -> Float[Tensor, "b n p"]:
+    def parameters_of(
+        self,
+        sequence: UInt8[Tensor, "b n s"],
+        labels: Int64[Tensor, "b"] | None = None,
+        flipped: Bool[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b n p"]:
         """Distributions of the first n steps, each given the values before it (teacher forcing)."""
-        return self._parallel(self._padded(sequence[:, :-1]), 0, None)[0]
+        if self.training and labels is not None:
+            withheld = torch.rand(labels.shape, device=labels.device) < self.label_dropout
+            labels = labels.masked_fill(withheld, NO_LABEL)
+        context = self._context(len(sequence), labels, flipped)
+        return self._parallel(self._padded(sequence[:, :-1]), 0, None, context)[0]
 
-    def log_prob(self, images: UInt8[Tensor, "b h w c"]) -> Float[Tensor, "b n s"]:
-        """Natural log-probability of every value of the images, in the order of the raster."""
+    def log_prob(
+        self,
+        images: UInt8[Tensor, "b h w c"],
+        labels: Int64[Tensor, "b"] | None = None,
+        flipped: Bool[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b n s"]:
+        """Natural log-probability of every value of the images, in the order of the raster.
+
+        Args:
+            images: levels.
+            labels: 0 to n_classes - 1, or -1 for no label; none by default. Models without classes
+                ignore them.
+            flipped: which images are mirrored; none by default.
+        """
         sequence = self.raster.to_sequence(images)
-        return self.head.log_prob(self.parameters_of(sequence), sequence.squeeze(-1)).unsqueeze(-1)
+        return self.head.log_prob(self.parameters_of(sequence, labels, flipped), sequence)
 
-    def bits_per_dim(self, images: UInt8[Tensor, "b h w c"]) -> Float[Tensor, "b"]:
+    def bits_per_dim(
+        self,
+        images: UInt8[Tensor, "b h w c"],
+        labels: Int64[Tensor, "b"] | None = None,
+        flipped: Bool[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b"]:
         """Negative log2-likelihood of each image, divided by its number of dimensions."""
-        nats = -self.log_prob(images).flatten(1).mean(dim=1)
+        nats = -self.log_prob(images, labels, flipped).flatten(1).mean(dim=1)
         return nats / torch.log(nats.new_tensor(2.0))
 
-    def initial_state(self, batch_size: int) -> ModelState:
-        """The state before the first step."""
-        device = self.norm.weight.device
+    def initial_state(
+        self, batch_size: int, labels: Int64[Tensor, "b"] | None = None
+    ) -> ModelState:
+        """The state before the first step, of images of these labels; see `log_prob`."""
         recent = torch.zeros(
             batch_size,
             self.embedding.lookback,
             self.raster.values_per_step,
             dtype=torch.uint8,
-            device=device,
+            device=self.device,
         )
-        layers = [block.attention.initial_state(batch_size) for block in self._blocks()]
-        return ModelState(0, recent, layers)
+        layers = [block.initial_state(batch_size) for block in self._blocks()]
+        return ModelState(0, recent, layers, self._context(batch_size, labels, None))
 
     def prefill(
-        self, prefix: UInt8[Tensor, "b n s"], state: ModelState | None = None
+        self,
+        prefix: UInt8[Tensor, "b n s"],
+        state: ModelState | None = None,
+        labels: Int64[Tensor, "b"] | None = None,
     ) -> tuple[Float[Tensor, "b p"], ModelState]:
         """Take in a known part of the sequence through the parallel form.
 
         Args:
             prefix: values of the first n steps, or of the n steps that follow those of `state`.
-            state: continue from here; the beginning by default.
+            state: continue from here; the beginning, of images of these `labels`, by default.
+            labels: see `log_prob`; a `state` has its own.
 
         Returns:
             The distribution of the step after the prefix, and the state to go on from.
         """
-        state = state or self.initial_state(prefix.shape[0])
+        state = state or self.initial_state(prefix.shape[0], labels)
         window = torch.cat([state.recent, prefix], dim=1)
         # The first step of all has no value before it, so its prediction is still to be made.
         skipped = 0 if state.position == 0 else 1
-        parameters, layers = self._parallel(window[:, skipped:], state.position, state.layers)
+        parameters, layers = self._parallel(
+            window[:, skipped:], state.position, state.layers, state.context
+        )
         position = state.position + parameters.shape[1]
         recent = window[:, window.shape[1] - self.embedding.lookback :].clone()
-        return parameters[:, -1], ModelState(position, recent, layers)
+        return parameters[:, -1], ModelState(position, recent, layers, state.context)
 
     def step(
         self, values: UInt8[Tensor, "b s"] | None, state: ModelState
@@ -240,12 +262,18 @@ class ImageTransformer(nn.Module):
         recent = state.recent
         if values is not None:
             recent = torch.cat([recent[:, 1:], values.unsqueeze(1)], dim=1)
-        x = self.dropout(self.embedding(recent, state.position)).squeeze(1)
+        x = self._embedded(recent, state.position, state.context).squeeze(1)
         layers = []
         for block, layer in zip(self._blocks(), state.layers, strict=True):
             x, layer = block.step(x, layer)
             layers.append(layer)
-        return self.head(self.norm(x)), ModelState(state.position + 1, recent, layers)
+        parameters = self.head(self.norm(x))
+        return parameters, ModelState(state.position + 1, recent, layers, state.context)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return cast(Tensor, self.norm.weight).device
 
     def _blocks(self) -> Iterator[Block]:
         return cast(Iterator[Block], iter(self.blocks))
@@ -256,12 +284,42 @@ class ImageTransformer(nn.Module):
             [sequence.new_zeros(batch, self.embedding.lookback, values), sequence], dim=1
         )
 
+    def _context(
+        self, batch_size: int, labels: Tensor | None, flipped: Tensor | None
+    ) -> Tensor | None:
+        """What is added to every position: embeddings "b e" of the label and of being mirrored."""
+        context = None
+        if self.label is not None and self.n_classes is not None:
+            if labels is None:
+                labels = torch.full((batch_size,), NO_LABEL, device=self.device)
+            context = self.label(labels.masked_fill(labels == NO_LABEL, self.n_classes))
+        if self.flip is not None:
+            if flipped is None:
+                flipped = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
+            mirrored = self.flip(flipped.int())
+            context = mirrored if context is None else context + mirrored
+        return context
+
+    def _embedded(self, window: Tensor, start: Position, context: Tensor | None) -> Tensor:
+        x = self.embedding(window, start)
+        return self.dropout(x if context is None else x + context.unsqueeze(1))
+
     def _parallel(
-        self, window: Tensor, start: int, states: list[AttentionState] | None
+        self,
+        window: Tensor,
+        start: int,
+        states: list[AttentionState] | None,
+        context: Tensor | None,
     ) -> tuple[Tensor, list[AttentionState]]:
-        x = self.dropout(self.embedding(window, start))
+        x = self._embedded(window, start, context)
         layers = []
         for index, block in enumerate(self._blocks()):
             x, layer = block(x, states[index] if states else None)
             layers.append(layer)
         return self.head(self.norm(x)), layers
+
+
+def default_options() -> dict[str, Any]:
+    """The arguments of `ImageTransformer` that need not be given, and what they are then."""
+    parameters = inspect.signature(ImageTransformer).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

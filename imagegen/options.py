@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from imagegen.data.base import ImageDataset
+    from imagegen.heads.controls import Controls
     from imagegen.spec import ImageSpec
 
 MAX_SEED = 2**64 - 1
@@ -42,15 +43,35 @@ def optional_whole_number(value: object, name: str, least: int) -> int | None:
     return None if value is None else whole_number(value, name, least)
 
 
-def temperature_value(value: object) -> float:
+def temperature_value(value: object, name: str = "temperature") -> float:
     """A temperature: finite, 0 (greedy) or more."""
     number = _real(value)
     if number is None or not math.isfinite(number) or number < 0:
         raise UserError(
-            f"temperature={_typed(value)}, but it must be a number of 0 (greedy) or more; "
+            f"{name}={_typed(value)}, but it must be a number of 0 (greedy) or more; "
             "1 draws from the model as trained."
         )
     return number
+
+
+def controls_of(config: Mapping[str, Any]) -> Controls:
+    """The options that say how to draw.
+
+    Raises:
+        UserError: naming the first one that cannot be.
+    """
+    from imagegen.heads.controls import Controls
+
+    given: dict[str, float] = {}
+    for name in ("temperature", "mixture_temperature", "scale_temperature"):
+        if config[name] is not None:
+            given[name] = temperature_value(config[name], name)
+    for name, allowed in (("top_p", "above 0 and at most 1"), ("guidance", "0 or more")):
+        number = _real(config[name])
+        if number is None or not math.isfinite(number):
+            raise UserError(f"{name}={_typed(config[name])}, but it must be a number, {allowed}.")
+        given[name] = number
+    return Controls(**given)
 
 
 def share(value: object, name: str) -> float:
@@ -76,6 +97,15 @@ def flag(value: object, name: str) -> bool:
     if not isinstance(value, bool):
         raise UserError(f"{name}={_typed(value)}, but it must be true or false.")
     return value
+
+
+def paths(value: object, name: str) -> tuple[Path, ...]:
+    """One or more paths, absolute."""
+    values = as_list(value)
+    typed = [str(path) for path in ([value] if values is None else values)]
+    if not typed or not all(path.strip() for path in typed):
+        raise UserError(f"{name} is empty; give an image file, a folder, or a list of them.")
+    return tuple(absolute(path) for path in typed)
 
 
 def checkpoint_path(value: object) -> str:
@@ -116,6 +146,44 @@ def resolve_device(value: object) -> torch.device:
             "use device=cpu or device=auto."
         )
     return torch.device(str(value))
+
+
+def labels_of(
+    value: object, class_names: Sequence[str] | None, known: int | None
+) -> list[int] | None:
+    """The class numbers of what was typed as `label=`: a name, a number, `all`, or a list of them.
+
+    Args:
+        value: what was typed; None, and nothing else, gives None.
+        class_names: of the model's data set; a name comes before a number.
+        known: number of classes that the model knows; None for a model without.
+
+    Raises:
+        UserError: for a model without classes, and for names and numbers that are none of them.
+    """
+    if value is None:
+        return None
+    if known is None:
+        raise UserError(
+            f"label={_typed(value)}, but this model was trained without labels; train one with "
+            "model.conditional=true."
+        )
+    names = list(class_names or map(str, range(known)))
+    if value == "all" and "all" not in names:
+        return list(range(known))
+    values = as_list(value)
+    if values == []:
+        raise UserError("label is an empty list; give at least one class.")
+    return [_label(item, names) for item in ([value] if values is None else values)]
+
+
+def _label(value: object, names: Sequence[str]) -> int:
+    if str(value) in names:
+        return names.index(str(value))
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        return value
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    raise UserError(f"label={_typed(value)} is none of this model's classes: {shown}.")
 
 
 def dataset_of(

@@ -23,6 +23,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.bad_numbers import BadNumbers
 from imagegen.build import build
 from imagegen.callbacks import ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
@@ -31,7 +32,8 @@ from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.errors import UserError
 from imagegen.loggers import build_loggers, close_loggers, logger_state
-from imagegen.model import ImageTransformer
+from imagegen.model import ImageTransformer, default_options
+from imagegen.model_options import model_options
 from imagegen.output import write_atomic
 from imagegen.resume import claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
@@ -96,13 +98,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    # The folder of a run that goes on holds its checkpoints.
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
-    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
-    # Small data sets make short epochs; rows of the log then stand further apart than epochs.
-    warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
+    quiet_lightning()
     torch.set_float32_matmul_precision("high")
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= MAX_SEED:
@@ -110,7 +106,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     seed_everything(cfg.seed, workers=True, verbose=False)
 
     dataset = build(config["dataset"], ImageDataset)
-    described = {**config["model"], "attention": config["attention"], "head": config["head"]}
+    described = model_options(config, dataset)
     resumed = _resume_state(cfg.resume, described, dataset)
     # Whoever resumes this run says so anew.
     kept = [text for text in overrides if not text.startswith("resume=")]
@@ -122,12 +118,15 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     data.prepare_data()
     data.split("train")
 
-    trainer = _trainer(cfg, [Metadata(metadata, dataset), ExactSteps(cfg.seed), Interruptible()])
+    own = [ExactSteps(cfg.seed), Interruptible(), BadNumbers(cfg.on_nan, folder)]
+    trainer = _trainer(cfg, [Metadata(metadata, dataset), *own])
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say_what(cfg, dataset, parameters, folder, trainer)
 
+    # A run that is killed leaves this behind; see `imagegen.runs`.
+    _write_summary(folder, summarize(trainer, folder, parameters, "running"))
     state = "failed"
     try:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
@@ -138,8 +137,8 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     finally:
         summary = summarize(trainer, folder, parameters, state)
         _close(trainer.loggers, state == "finished")
+        _write_summary(folder, summary)
         if trainer.is_global_zero:
-            write_atomic(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
                 print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
     if resumed and resumed["step"] == trainer.global_step:
@@ -149,6 +148,17 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
         )
     say_result(summary, folder)
     return summary
+
+
+def quiet_lightning() -> None:
+    """Silence what Lightning says of things that are as they should be."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    # The folder of a run that goes on holds its checkpoints.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
+    # Small data sets make short epochs; rows of the log then stand further apart than epochs.
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
 
 
 def _remove_if_unused(folder: Path) -> None:
@@ -185,8 +195,9 @@ def _resume_state(
             f"{resume} was trained on images of {metadata['spec']}, but the data set has "
             f"{dataset.spec.to_dict()}; resume with the data set it was trained on."
         )
-    before = metadata["model"]
-    changed = [key for key in {**before, **model} if before.get(key) != model.get(key)]
+    # A checkpoint of before lacks the options that have come since, which do nothing by default.
+    before, now = ({**default_options(), **options} for options in (metadata["model"], model))
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
         raise UserError(
             f"{resume} cannot be resumed with another model: {', '.join(changed)} differ; leave "
@@ -236,6 +247,11 @@ def _duration(text: str | None) -> timedelta | None:
 @rank_zero_only
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+
+
+@rank_zero_only
+def _write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    write_atomic(folder / "summary.json", json.dumps(dict(summary), indent=2) + "\n")
 
 
 @rank_zero_only

@@ -10,6 +10,7 @@ from typing import Any
 
 from imagegen import options as opt
 from imagegen.errors import UserError
+from imagegen.heads.controls import Controls
 
 TASKS = ("sample", "complete")
 
@@ -25,6 +26,8 @@ class SampleOptions:
         visible: share of the rows that is kept, one for all images or a list of one for each.
         visible_rows: the same as a number of rows; replaces `visible`.
         completions: continuations of each image.
+        controls: how to draw.
+        label: what was typed as label=; None for images without labels.
         dataset: options of the checkpoint's data set to replace.
     """
 
@@ -33,7 +36,8 @@ class SampleOptions:
     out: Path
     n: int | None = None
     seed: int = 0
-    temperature: float = 1.0
+    controls: Controls = field(default_factory=Controls)
+    label: Any = None
     batch_size: int | None = None
     device: str = "auto"
     images: tuple[Path, ...] | None = None
@@ -55,21 +59,22 @@ class SampleOptions:
             for name in ("images", "visible", "visible_rows", "completions"):
                 if config[name] is not None:
                     raise UserError(f"{name} has no meaning in task=sample; add task=complete.")
-        temperature = opt.temperature_value(config["temperature"])
+        controls = opt.controls_of(config)
         completions = config["completions"]
         if completions is None:
             # Greedy completions of one image are all the same.
-            completions = 4 if temperature > 0 else 1
+            completions = 1 if controls.greedy else 4
         return cls(
             task=task,
             ckpt=opt.checkpoint_path(config["ckpt"]),
             out=_out_folder(config["out"]),
             n=opt.optional_whole_number(config["n"], "n", 1),
             seed=opt.whole_number(config["seed"], "seed", 0, opt.MAX_SEED),
-            temperature=temperature,
+            controls=controls,
+            label=config["label"],
             batch_size=opt.optional_whole_number(config["batch_size"], "batch_size", 1),
             device=str(config["device"]),
-            images=_image_paths(config["images"]),
+            images=None if config["images"] is None else opt.paths(config["images"], "images"),
             completions=opt.whole_number(completions, "completions", 1),
             resize=opt.flag(config["resize"], "resize"),
             dataset=config["dataset"] or {},
@@ -83,16 +88,6 @@ def _out_folder(value: object) -> Path:
     if not str(value).strip():
         raise UserError("out is empty; name a folder, such as out=samples/first.")
     return opt.absolute(str(value))
-
-
-def _image_paths(value: object) -> tuple[Path, ...] | None:
-    if value is None:
-        return None
-    values = opt.as_list(value)
-    paths = [str(path) for path in ([value] if values is None else values)]
-    if not paths or not all(path.strip() for path in paths):
-        raise UserError("images is empty; give an image file, a folder, or a list of them.")
-    return tuple(opt.absolute(path) for path in paths)
 
 
 def _visible(visible: object, visible_rows: object) -> dict[str, Any]:

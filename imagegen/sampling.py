@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +19,14 @@ import numpy as np
 from imagegen import options as opt
 from imagegen.completion import draw_completions, read_partial
 from imagegen.errors import UserError
-from imagegen.images import encode_png, grid_limit, make_grid, save_png, to_display
+from imagegen.images import (
+    encode_png,
+    grid_limit,
+    make_grid,
+    save_png,
+    to_display,
+    with_captions,
+)
 from imagegen.output import staged_folder, write_atomic
 from imagegen.progress import image_progress
 from imagegen.provenance import load_source, versions
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from imagegen.model import ImageTransformer
 
 DEFAULT_IMAGES = 64
+MAX_COLUMNS = 32  # labels side by side in a grid
 
 _OWNED = ("grid.png", "images", "manifest.json")
 _IMAGE_NAME = re.compile(r"\d{5,}(-[a-z0-9]+)?\.png")
@@ -47,18 +56,21 @@ def run(config: Mapping[str, Any]) -> Path:
     device = opt.resolve_device(options.device)
     source = load_source(options.ckpt, device)
     model = source.loaded.model
+    names = source.loaded.metadata.get("class_names")
+    labels = opt.labels_of(options.label, names, model.n_classes)
     partial = read_partial(source.loaded, options) if options.task == "complete" else None
     with staged_folder(options.out, owned=_OWNED) as folder:
         (folder / "images").mkdir()
         if partial is None:
-            result = draw_samples(model, options, folder)
+            result = draw_samples(model, options, labels, names, folder)
         else:
-            result = draw_completions(model, options, partial, folder)
+            result = draw_completions(model, options, labels, partial, folder)
         manifest = {
             "task": options.task,
             **source.to_dict(),
             "seed": options.seed,
-            "temperature": options.temperature,
+            **asdict(options.controls),
+            "labels": labels,
             **result,
             "image_shape": list(model.spec.shape),
             "levels": model.spec.levels,
@@ -74,8 +86,17 @@ def run(config: Mapping[str, Any]) -> Path:
     return options.out
 
 
-def draw_samples(model: ImageTransformer, options: SampleOptions, folder: Path) -> dict[str, Any]:
+def draw_samples(
+    model: ImageTransformer,
+    options: SampleOptions,
+    labels: Sequence[int] | None,
+    class_names: Sequence[str] | None,
+    folder: Path,
+) -> dict[str, Any]:
     """Draw `n` images, writing each batch into `folder` as it is finished, then a grid.
+
+    Image i has labels[i % len(labels)]. Where several labels fit side by side, each has a column of
+    the grid, with its name above.
 
     Returns:
         the entries of the manifest that say what was done.
@@ -92,7 +113,8 @@ def draw_samples(model: ImageTransformer, options: SampleOptions, folder: Path) 
             model,
             n,
             seed=options.seed,
-            temperature=options.temperature,
+            controls=options.controls,
+            labels=labels,
             batch_size=options.batch_size,
             progress=advance,
         )
@@ -106,7 +128,7 @@ def draw_samples(model: ImageTransformer, options: SampleOptions, folder: Path) 
                     shown.append(image)
                 index += 1
             started = perf_counter()
-    save_png(folder / "grid.png", make_grid(np.stack(shown)))
+    save_png(folder / "grid.png", _labelled_grid(np.stack(shown), labels, class_names))
     return {
         "n": n,
         "batch_size": options.batch_size or DEFAULT_BATCH,
@@ -114,6 +136,20 @@ def draw_samples(model: ImageTransformer, options: SampleOptions, folder: Path) 
         "images_per_second": n / seconds,
         "grid": {"images": limit},
     }
+
+
+def _labelled_grid(
+    images: np.ndarray, labels: Sequence[int] | None, class_names: Sequence[str] | None
+) -> np.ndarray:
+    if labels is None:
+        return make_grid(images)
+    captions = [class_names[label] if class_names else str(label) for label in labels]
+    if len(labels) == 1:
+        return with_captions(make_grid(images), captions)
+    if len(labels) > MAX_COLUMNS:
+        return make_grid(images)
+    columns = min(len(labels), len(images))
+    return with_captions(make_grid(images, columns), captions[:columns])
 
 
 def _check_out(out: Path) -> None:

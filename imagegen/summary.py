@@ -14,8 +14,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from imagegen.callbacks import Rates, format_seconds
+from imagegen.callbacks import Rates
 from imagegen.data.base import ImageDataset
+from imagegen.durations import format_seconds
 from imagegen.resume import quote
 
 

@@ -47,19 +47,23 @@ class ImageModule(LightningModule):
         self.model = model
         self.optimizer_factory = optimizer
         self.schedule = schedule
-        self.val_bits_per_dim = MeanMetric()
+        # By default, what is no number would be left out.
+        self.val_bits_per_dim = MeanMetric(nan_strategy="disable")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean bits/dim of a batch."""
-        images = batch["images"]
-        loss = self.model.bits_per_dim(images).mean()
+        """Mean bits/dim of a batch, a random half of it mirrored if the model knows of that."""
+        images, flipped = batch["images"], None
+        if self.model.flip is not None:
+            flipped = torch.rand(len(images), device=images.device) < 0.5
+            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(2), images)
+        loss = self.model.bits_per_dim(images, batch.get("labels"), flipped).mean()
         self.log("train/bits_per_dim", loss, prog_bar=True, batch_size=len(images))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds the bits/dim of each image, so that every image weighs the same."""
         images = batch["images"]
-        self.val_bits_per_dim.update(self.model.bits_per_dim(images))
+        self.val_bits_per_dim.update(self.model.bits_per_dim(images, batch.get("labels")))
         self.log("val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images))
 
     def configure_optimizers(self) -> Any:

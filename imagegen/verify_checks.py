@@ -21,8 +21,9 @@ from imagegen.attention.linear import LinearAttention
 from imagegen.attention.lsh import LSHAttention
 from imagegen.attention.softmax import SoftmaxAttention
 from imagegen.attention.strided import StridedAttention
+from imagegen.drawing import uniforms
 from imagegen.errors import UserError
-from imagegen.generate import ROW_GROUP, generate, uniforms
+from imagegen.generate import ROW_GROUP, generate
 from imagegen.model import ImageTransformer, ModelState
 
 WEIGHTS = "weights are finite"
@@ -39,6 +40,7 @@ GROWING = (SoftmaxAttention, StridedAttention, LSHAttention)
 """Mechanisms whose state keeps all positions."""
 
 DRAWS = 20_000
+BINS = 32
 POSITIONS = 12
 
 
@@ -73,7 +75,7 @@ def all_checks(
         images: levels, at least one image.
         seed: of the random numbers that some checks draw.
     """
-    sequence = model.raster.to_sequence(torch.from_numpy(np.array(images)).to(_device(model)))
+    sequence = model.raster.to_sequence(torch.from_numpy(np.array(images)).to(model.device))
     checks: dict[str, Callable[[], Check]] = {
         WEIGHTS: lambda: weights_are_finite(model),
         FORMS_64: lambda: forms_agree_exactly(model, sequence),
@@ -128,25 +130,42 @@ def probabilities_sum_to_one(model: ImageTransformer, sequence: Tensor) -> Check
     """The largest distance from 1 of the sum over all levels, at positions spread over an image."""
     tolerance = 1e-4
     chosen = _spread(sequence.shape[1], 256)
-    parameters = model.parameters_of(sequence[:1])[0, chosen]
-    total = model.head.log_probabilities(parameters).double().exp().sum(dim=-1)
-    error = float((total - 1).abs().max())
+    parameters, values = model.parameters_of(sequence[:1])[0, chosen], sequence[0, chosen]
+    error = 0.0
+    for known in range(sequence.shape[2]):
+        logs = model.head.log_probabilities(parameters, values[:, :known])
+        error = max(error, float((logs.double().exp().sum(dim=-1) - 1).abs().max()))
     return Check(SUM, f"off by {error:.1e}", f"{tolerance:g}", error <= tolerance)
 
 
 def sampler_draws_the_distribution(model: ImageTransformer, sequence: Tensor, seed: int) -> Check:
-    """The least p-value of chi-squared tests of drawn levels, at some positions of an image."""
+    """The least p-value of chi-squared tests of drawn levels, at some positions of an image.
+
+    Of several values a step, each is tested given those that were drawn before it: the probability
+    of all levels below it, and of a random part of its own, is uniform.
+    """
     tolerance = 1e-6
-    per_value = model.head.uniforms_per_value
+    count = model.head.uniforms_per_step
     chosen = _spread(sequence.shape[1], POSITIONS)
     parameters = model.parameters_of(sequence[:1])[0, chosen]
     least = 1.0
     for stream, row in enumerate(parameters):
-        noise = torch.from_numpy(uniforms(seed, 0, stream, DRAWS * per_value)).to(row.device)
-        drawn = model.head.sample(row.expand(DRAWS, -1), noise.view(DRAWS, per_value))
-        counts = torch.bincount(drawn.flatten().cpu(), minlength=model.spec.levels).double()
+        noise = torch.from_numpy(uniforms(seed, 0, stream, DRAWS * (count + 1))).to(row.device)
+        noise = noise.view(DRAWS, count + 1)
+        drawn = model.head.sample(row.expand(DRAWS, -1), noise[:, :count])
+        counts = torch.bincount(drawn[:, 0].cpu(), minlength=model.spec.levels).double()
         expected = DRAWS * model.head.log_probabilities(row.double()).exp().cpu()
         least = min(least, p_value(counts, expected))
+        for known in range(1, drawn.shape[1]):
+            part = slice(0, DRAWS // 10)
+            given, level = drawn[part, :known], drawn[part, known : known + 1]
+            rows = row.double().expand(len(level), -1)
+            masses = model.head.log_probabilities(rows, given).exp()
+            own = masses.gather(1, level)
+            place = masses.cumsum(dim=1).gather(1, level) - own * noise[part, count:]
+            places = (place * BINS).long().clamp(0, BINS - 1).flatten().cpu()
+            counts = torch.bincount(places, minlength=BINS).double()
+            least = min(least, p_value(counts, torch.full_like(counts, len(level) / BINS)))
     figure = f"least p = {least:.1e} at {len(chosen)} positions, {DRAWS:,} draws each"
     return Check(SAMPLER, figure, f"{tolerance:g}", least >= tolerance)
 
@@ -246,11 +265,10 @@ def state_keeps_its_size(model: ImageTransformer, sequence: Tensor) -> Check:
 
 
 def _log2_probs(model: ImageTransformer, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """log2-probabilities of all values, "n i", by the parallel form and step by step."""
-    values = sequence.squeeze(-1)
-    parallel = model.head.log_prob(model.parameters_of(sequence), values)
+    """log2-probabilities of all values, "n i s", by the parallel form and step by step."""
+    parallel = model.head.log_prob(model.parameters_of(sequence), sequence)
     steps = [
-        model.head.log_prob(parameters, values[:, position])
+        model.head.log_prob(parameters, sequence[:, position])
         for position, (parameters, _) in enumerate(_stepped(model, sequence))
     ]
     stacked = torch.stack(steps, dim=1)
@@ -269,7 +287,3 @@ def _stepped(model: ImageTransformer, sequence: Tensor) -> Iterator[tuple[Tensor
 def _spread(length: int, count: int) -> list[int]:
     """At most `count` different positions from the first to the last."""
     return sorted({round(x) for x in np.linspace(0, length - 1, min(count, length))})
-
-
-def _device(model: ImageTransformer) -> torch.device:
-    return model.norm.weight.device

@@ -14,8 +14,10 @@ from imagegen.attention.base import CausalAttention
 from imagegen.build import build
 from imagegen.cli import PROJECT_ROOT, compose
 from imagegen.data.base import ImageDataset
+from imagegen.data.digits import Digits
 from imagegen.heads.base import OutputHead
 from imagegen.model import ImageTransformer
+from imagegen.model_options import model_options
 from imagegen.spec import ImageSpec
 
 CONF = PROJECT_ROOT / "conf"
@@ -37,9 +39,7 @@ def test_experiments(experiment: str) -> None:
     spec = build(config["dataset"], ImageDataset).spec if "root" not in config["dataset"] else None
     spec = spec or (ImageSpec(32, 32, 3) if "cifar" in experiment else ImageSpec(28, 28))
     with torch.device("meta"):
-        model = ImageTransformer(
-            spec, attention=config["attention"], head=config["head"], **config["model"]
-        )
+        model = ImageTransformer(spec, **model_options(config, Digits()))
     optimizer = instantiate(compose("train", [f"experiment={experiment}"]).optimizer)
     assert optimizer(model.parameters()).param_groups[0]["lr"] > 0
 

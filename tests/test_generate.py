@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from imagegen.drawing import uniforms
 from imagegen.errors import UserError
-from imagegen.generate import complete, generate, uniforms
+from imagegen.generate import complete, generate
+from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model
@@ -13,11 +15,14 @@ from tests.helpers import tiny_model
 SPEC = ImageSpec(6, 5, 3)
 
 
-@pytest.fixture(scope="module", params=["linear.LinearAttention", "softmax.SoftmaxAttention"])
+@pytest.fixture(scope="module", params=["linear", "softmax", "pixel tokens"])
 def model(request: pytest.FixtureRequest) -> ImageTransformer:
+    softmax = request.param == "softmax"
+    attention = "softmax.SoftmaxAttention" if softmax else "linear.LinearAttention"
     model = tiny_model(
         SPEC,
-        attention={"_target_": f"imagegen.attention.{request.param}"},
+        attention={"_target_": f"imagegen.attention.{attention}"},
+        tokens="pixel" if request.param == "pixel tokens" else "subpixel",
         embedding={"_target_": "imagegen.embedding.Neighbourhood"},
         n_layers=2,
         dropout=0.5,
@@ -83,9 +88,9 @@ def test_completing_a_sample_with_its_own_numbers_gives_it_back(model: ImageTran
 
 
 def test_greedy_needs_no_chance(model: ImageTransformer) -> None:
-    images = _all(model, 3, seed=0, temperature=0.0)
+    images = _all(model, 3, seed=0, controls=Controls(temperature=0.0))
     assert np.array_equal(images[0], images[1])
-    assert np.array_equal(images, _all(model, 3, seed=1, temperature=0.0))
+    assert np.array_equal(images, _all(model, 3, seed=1, controls=Controls(temperature=0.0)))
 
 
 def test_progress_adds_up(model: ImageTransformer) -> None:
@@ -113,9 +118,8 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
         ({"n": 0}, "n=0 must be at least 1"),
         ({"n": 1, "seed": -1}, "seed=-1"),
         ({"n": 1, "seed": 2**64}, "seed="),
-        ({"n": 1, "temperature": -0.1}, "temperature=-0.1"),
-        ({"n": 1, "temperature": float("nan")}, "temperature=nan"),
-        ({"n": 1, "temperature": float("inf")}, "temperature=inf"),
+        ({"n": 1, "labels": [0]}, "this model was trained without labels"),
+        ({"n": 1, "controls": Controls(guidance=2.0)}, "guidance=2.0 needs labels"),
         ({"n": 1, "batch_size": 0}, "batch_size=0"),
         ({"n": 1, "start": -1}, "start=-1"),
     ],
@@ -133,3 +137,62 @@ def test_impossible_completions_are_refused() -> None:
         complete(model, images, [1, 7], 1)
     with pytest.raises(UserError, match="completions=0"):
         complete(model, images, [1, 1], 0)
+
+
+@pytest.fixture(scope="module")
+def conditional() -> ImageTransformer:
+    model = tiny_model(SPEC, tokens="pixel", n_classes=3)
+    with torch.no_grad():
+        # Labels have to matter more than those of an untrained model do.
+        model.label.weight.mul_(8)  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_labels_belong_to_images(conditional: ImageTransformer, guidance: float) -> None:
+    options = {"seed": 3, "controls": Controls(guidance=guidance)}
+    expected = _all(conditional, 40, labels=[2, 0], **options)
+    for n, batch_size in ((1, 1), (3, 2), (40, 7), (39, 100)):
+        drawn = _all(conditional, n, labels=[2, 0], batch_size=batch_size, **options)
+        assert np.array_equal(drawn, expected[:n])
+    twos = _all(conditional, 40, labels=[2], **options)
+    assert np.array_equal(twos[::2], expected[::2])
+    assert not np.array_equal(twos[1::2], expected[1::2])
+
+
+def test_guidance_of_one_is_the_conditional_model(conditional: ImageTransformer) -> None:
+    plain = _all(conditional, 5, labels=[1])
+    guided = _all(conditional, 5, labels=[1], controls=Controls(guidance=4.0))
+    assert not np.array_equal(plain, guided)
+    # Without a label, guidance has nothing to add, so only the way of drawing differs.
+    nothing = _all(conditional, 200, labels=[-1], controls=Controls(guidance=4.0))
+    same = _all(conditional, 200, labels=[-1])
+    assert abs(nothing.mean() - same.mean()) < 5
+    assert np.array_equal(same, _all(conditional, 200))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_completions_have_labels(conditional: ImageTransformer, guidance: float) -> None:
+    options = {"seed": 9, "controls": Controls(guidance=guidance), "labels": [0, 2]}
+    images = _all(conditional, 4, seed=1)
+    drawn = complete(conditional, images, [2, 2, 3, 0], completions=3, **options)
+    assert np.array_equal(drawn[:, 0, :2][:3], images[:3, :2])
+    again = complete(conditional, images, [2, 2, 3, 0], completions=3, batch_size=2, **options)
+    assert np.array_equal(drawn, again)
+    # A completion of nothing is a sample of the image's label.
+    assert np.array_equal(drawn[3, 0], _all(conditional, 4, **options)[3])
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        ([3], "label=3 is unknown; the model has labels 0 to 2"),
+        ([-2], "label=-2"),
+        ([], "is empty"),
+    ],
+)
+def test_unknown_labels_are_refused(
+    conditional: ImageTransformer, labels: list[int], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        generate(conditional, 1, labels=labels)

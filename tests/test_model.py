@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from imagegen.cli import compose
+from imagegen.data.digits import Digits
 from imagegen.errors import UserError
 from imagegen.heads.base import OutputHead
 from imagegen.model import ImageTransformer
+from imagegen.model_options import model_options
 from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model
 
@@ -44,15 +46,26 @@ def spec(request: pytest.FixtureRequest) -> ImageSpec:
     return {"grey": GREY, "colour": COLOUR}[request.param]
 
 
-@pytest.fixture(params=["linear-paper", "linear-neighbourhood", "softmax-neighbourhood"])
+MODERN = {"norm": "rms", "gated": True, "residual_scale": 0.5, "activation": "silu"}
+MODELS: dict[str, dict[str, Any]] = {
+    "linear-paper": {"norm_first": False},
+    "linear-paper-pixel": {"norm_first": False, "tokens": "pixel"},
+    "linear-neighbourhood": {},
+    "linear-neighbourhood-pixel": {"tokens": "pixel", "n_classes": 3, "flips": True},
+    "linear-neighbourhood-convolution": {"convolution": [1, 2], "tokens": "pixel"},
+    "softmax-neighbourhood": MODERN,
+}
+
+
+@pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest, spec: ImageSpec) -> ImageTransformer:
-    attention, embedding = request.param.split("-")
+    attention, embedding = request.param.split("-")[:2]
     return tiny_model(
         spec,
         attention=ATTENTION[attention],
         embedding=EMBEDDING[embedding],
         n_layers=2,
-        norm_first=embedding == "neighbourhood",
+        **MODELS[request.param],
     ).double()
 
 
@@ -107,6 +120,45 @@ def test_forms_agree_over_whole_images(attention: str, spec: ImageSpec, dtype: t
     assert error < (1e-4 if dtype == torch.float32 else 1e-10)
 
 
+@torch.no_grad()
+def test_labels_reach_both_forms() -> None:
+    model = tiny_model(
+        COLOUR, embedding=EMBEDDING["neighbourhood"], tokens="pixel", n_classes=3, flips=True
+    ).double()
+    images = _images(COLOUR, 3)
+    sequence, labels = model.raster.to_sequence(images), torch.tensor([2, 0, -1])
+    expected = model.parameters_of(sequence, labels)
+    state = model.initial_state(3, labels)
+    values, stepped = None, []
+    for position in range(sequence.shape[1]):
+        parameters, state = model.step(values, state)
+        stepped.append(parameters)
+        values = sequence[:, position]
+    torch.testing.assert_close(torch.stack(stepped, 1), expected, rtol=1e-10, atol=1e-10)
+    parameters, forked = model.prefill(sequence[:, :7], labels=labels)
+    torch.testing.assert_close(parameters, expected[:, 7], rtol=1e-10, atol=1e-10)
+    parameters, _ = model.step(sequence[:, 7].repeat_interleave(2, dim=0), forked.clone().repeat(2))
+    torch.testing.assert_close(
+        parameters, expected[:, 8].repeat_interleave(2, dim=0), rtol=1e-10, atol=1e-10
+    )
+    without = model.parameters_of(sequence)
+    assert torch.equal(without[2], expected[2])
+    assert not torch.equal(without[:2], expected[:2])
+    mirrored = model.bits_per_dim(images, labels, torch.tensor([True, False, False]))
+    assert (mirrored == model.bits_per_dim(images, labels)).tolist() == [False, True, True]
+
+
+def test_labels_are_withheld_in_training_only() -> None:
+    model = tiny_model(GREY, n_classes=2, label_dropout=0.5)
+    images, labels = _images(GREY, 200), torch.zeros(200, dtype=torch.int64)
+    images[:] = images[:1]
+    assert len(model.bits_per_dim(images, labels).unique()) == 1
+    torch.manual_seed(0)
+    with_label = model.train().bits_per_dim(images, labels)
+    share = (with_label == model.eval().bits_per_dim(images)[0]).double().mean().item()
+    assert 0.35 < share < 0.65
+
+
 def test_uniform_model_scores_log2_of_the_levels() -> None:
     head = {"_target_": "imagegen.heads.categorical.Categorical"}
     for spec, bits in ((GREY, 4.087463), (COLOUR, 8.0)):
@@ -127,7 +179,7 @@ def test_bits_per_dim_counts_every_dimension() -> None:
     total = 0.0
     head: OutputHead = model.head
     for position in range(COLOUR.dims):
-        total += head.log_prob(parameters[0, position], sequence[0, position]).item()
+        total += head.log_prob(parameters[0, position], sequence[0, position, None]).item()
     expected = -total / torch.log(torch.tensor(2.0)).item() / COLOUR.dims
     assert model.bits_per_dim(images)[0].item() == pytest.approx(expected, rel=1e-6)
 
@@ -136,9 +188,7 @@ def _parameters(*overrides: str, spec: ImageSpec) -> int:
     from omegaconf import OmegaConf
 
     config: Any = OmegaConf.to_container(compose("train", overrides), resolve=False)
-    model = ImageTransformer(
-        spec, attention=config["attention"], head=config["head"], **config["model"]
-    )
+    model = ImageTransformer(spec, **model_options(config, Digits()))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -155,8 +205,13 @@ def test_paper_models_have_the_papers_size() -> None:
         ({"n_layers": 0}, "model.n_layers=0"),
         ({"d_ff": 0}, "model.d_ff=0"),
         ({"dropout": 1.0}, "model.dropout=1.0"),
-        ({"activation": "tanh"}, "choose one of relu, gelu"),
+        ({"activation": "tanh"}, "choose one of relu, gelu, silu"),
         ({"d_model": 18}, "multiple of 4"),
+        ({"norm": "batch"}, "model.norm=batch is unknown; choose one of layer, rms"),
+        ({"tokens": "patch"}, "model.tokens=patch is unknown"),
+        ({"label_dropout": 1.5}, "model.label_dropout=1.5 must lie between 0 and 1"),
+        ({"convolution": [2]}, r"model.convolution=\[2\] must be"),
+        ({"n_classes": 0}, "n_classes=0 must be at least 1"),
         ({"head": {"_target_": "os.system"}}, "not one of imagegen's OutputHead"),
         (
             {"head": {"_target_": "imagegen.embedding.Neighbourhood"}},

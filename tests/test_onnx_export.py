@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -20,7 +21,8 @@ from imagegen.cli import PROJECT_ROOT, compose
 from imagegen.errors import UserError
 from imagegen.generate import generate
 from imagegen.model import ImageTransformer
-from imagegen.onnx_export import TOLERANCE, SingleStep, export_onnx, largest_difference
+from imagegen.onnx_export import TOLERANCE, export_onnx, largest_difference
+from imagegen.onnx_step import SingleStep
 from imagegen.spec import ImageSpec
 from tests.helpers import TINY_MODEL, save_tiny_checkpoint, tiny_model
 
@@ -33,6 +35,16 @@ DEFAULT = {
     "n_layers": 2,
 }
 PAPER = {"activation": "relu", "norm_first": False, "n_layers": 2}
+EVERYTHING = {
+    **DEFAULT,
+    "tokens": "pixel",
+    "n_classes": 3,
+    "flips": True,
+    "convolution": [1, 1],
+    "norm": "rms",
+    "gated": True,
+    "residual_scale": 0.5,
+}
 CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
 GREY, COLOUR = ImageSpec(5, 7, 1, 17), ImageSpec(3, 4, 3, 256)
 
@@ -69,6 +81,8 @@ def example() -> ModuleType:
             pytest.param(spec, options, id=name, marks=pytest.mark.slow)
             for name, spec, options in (
                 ("colour", COLOUR, DEFAULT),
+                ("everything", COLOUR, EVERYTHING),
+                ("flips", GREY, {"flips": True}),
                 ("favor", GREY, attention("linear", feature_map="favor")),
                 ("fourier", GREY, attention("linear", feature_map="fourier")),
                 ("learned", GREY, attention("linear", feature_map="learned")),
@@ -99,18 +113,29 @@ def test_the_parameters_and_images_are_ours(
     # Another batch size than the one that was traced, from another seed of images.
     images = example().generate(out, 5, seed=3)
     np.testing.assert_array_equal(images, next(generate(model, 5, seed=3)))
+    if model.n_classes is not None:
+        labelled = example().generate(out, 5, seed=3, label=2)
+        np.testing.assert_array_equal(labelled, next(generate(model, 5, seed=3, labels=[2])))
+        assert (labelled != images).any()
     assert len(np.unique(images)) > 5
 
 
-def test_says_what_a_program_has_to_know(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageTransformer, Path]:
+    model = tiny_model(GREY, **attention("linear", feature_map="favor"))
+    out = tmp_path_factory.mktemp("onnx") / "model.onnx"
+    export_onnx(model, out)
+    return model, out
+
+
+def test_says_what_a_program_has_to_know(exported: tuple[ImageTransformer, Path]) -> None:
     import onnxruntime
 
-    options = attention("linear", feature_map="favor")
-    export_onnx(tiny_model(GREY, **options), tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(exported[1])
     facts = session.get_modelmeta().custom_metadata_map
     known = {"height": "5", "width": "7", "channels": "1", "levels": "17", "steps": "35"}
-    known |= {"values_per_step": "1", "head": "mixture_of_logistics", "n_mixtures": "2"}
+    known |= {"values_per_step": "1", "uniforms_per_step": "2", "n_classes": "0"}
+    known |= {"head": "mixture_of_logistics", "n_mixtures": "2"}
     assert known.items() <= facts.items()
     inputs = {entry.name: (entry.type, entry.shape) for entry in session.get_inputs()}
     assert inputs == {
@@ -158,19 +183,24 @@ def test_a_file_that_computes_something_else_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_difference_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "model.onnx"
-    model = tiny_model(GREY)
-    export_onnx(model, out)
-    assert largest_difference(model, out.read_bytes()) < TOLERANCE
+def test_the_difference_is_measured(exported: tuple[ImageTransformer, Path]) -> None:
+    model, content = copy.deepcopy(exported[0]), exported[1].read_bytes()
+    assert largest_difference(model, content) < TOLERANCE
     with torch.no_grad():
-        next(model.head.parameters()).add_(0.1)
-    assert largest_difference(model, out.read_bytes()) > TOLERANCE
+        list(model.head.parameters())[-1].add_(0.1)
+    assert largest_difference(model, content) > TOLERANCE
+
+
+def test_tells_nothing_of_this_machine(exported: tuple[ImageTransformer, Path]) -> None:
+    content = exported[1].read_bytes()
+    assert b"imagegen" in content
+    assert str(PROJECT_ROOT).encode() not in content
+    assert b".py" not in content
 
 
 def test_the_first_step_ignores_the_token() -> None:
     step = SingleStep(tiny_model(GREY, **DEFAULT))
-    token, position, *state = step.inputs(2)
+    token, position, *state = step.inputs(2).values()
     with torch.no_grad():
         expected = step.model.step(None, step.model.initial_state(2))[0]
         for value in (0, 16):

@@ -7,18 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagegen.errors import UserError
-from imagegen.raster import Raster
+from imagegen.raster import TOKENS, Raster
 from imagegen.spec import ImageSpec
 
 
-@given(st.integers(1, 97), st.integers(1, 97), st.sampled_from([1, 3]), st.integers(1, 3))
+@given(
+    st.integers(1, 97),
+    st.integers(1, 97),
+    st.sampled_from([1, 3]),
+    st.integers(1, 3),
+    st.sampled_from(TOKENS),
+)
 @settings(max_examples=50, deadline=None)
-def test_round_trip(height: int, width: int, channels: int, n: int) -> None:
+def test_round_trip(height: int, width: int, channels: int, n: int, tokens: str) -> None:
     spec = ImageSpec(height, width, channels)
-    raster = Raster(spec)
+    raster = Raster(spec, tokens)
     images = torch.randint(0, 256, (n, *spec.shape), dtype=torch.uint8)
     sequence = raster.to_sequence(images)
-    assert sequence.shape == (n, raster.length, 1)
+    assert sequence.shape == (n, raster.length, channels if tokens == "pixel" else 1)
     assert torch.equal(raster.to_images(sequence), images)
 
 
@@ -30,6 +36,15 @@ def test_order_is_row_by_row_and_channel_by_channel() -> None:
     assert raster.row_length == 6
     # The first rows of an image are the first steps of its sequence.
     assert raster.to_sequence(images[:, :1]).flatten().tolist() == list(range(6))
+
+
+def test_a_step_may_be_a_pixel() -> None:
+    images = torch.arange(12, dtype=torch.uint8).view(1, 2, 2, 3)
+    raster = Raster(ImageSpec(2, 2, 3), "pixel")
+    assert raster.to_sequence(images)[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert (raster.length, raster.row_length, raster.values_per_step) == (4, 2, 3)
+    with pytest.raises(UserError, match="tokens=word is unknown; choose one of subpixel"):
+        Raster(ImageSpec(2, 2, 3), "word")
 
 
 @pytest.mark.parametrize(

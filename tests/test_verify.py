@@ -42,17 +42,13 @@ NAMES = [WEIGHTS, FORMS_64, FORMS_32, SUM, SAMPLER, CAUSALITY, NORMALIZER, BATCH
 
 
 def verdicts(model: ImageTransformer) -> dict[str, bool | None]:
-    images = np.random.default_rng(0).integers(0, SPEC.levels, (2, *SPEC.shape)).astype(np.uint8)
+    spec = model.spec
+    images = np.random.default_rng(0).integers(0, spec.levels, (2, *spec.shape)).astype(np.uint8)
     return {check.name: check.ok for check in all_checks(model, images, seed=0)}
 
 
 def target(name: str) -> dict[str, Any]:
-    module, _, _ = name.partition(".")
-    return {
-        "attention": {"_target_": f"imagegen.attention.{name}"},
-        "n_layers": 1,
-        "d_ff": len(module),
-    }
+    return {"attention": {"_target_": f"imagegen.attention.{name}"}}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +67,35 @@ def test_sound_models_pass(name: str, growing: bool) -> None:
     linear = "linear" in name or "hybrid" in name
     expected = {STATE: None if growing else True, NORMALIZER: True if linear else None}
     assert found == {**dict.fromkeys(NAMES, True), **expected}
+
+
+def pixels() -> ImageTransformer:
+    """Of colour images, a pixel a step, with labels and a convolution."""
+    embedding = {"_target_": "imagegen.embedding.Neighbourhood"}
+    options = {"n_classes": 3, "flips": True, "convolution": [1, 1], "embedding": embedding}
+    return tiny_model(ImageSpec(3, 4, 3, 256), tokens="pixel", **options)
+
+
+def test_sound_models_of_pixels_pass() -> None:
+    assert verdicts(pixels()) == dict.fromkeys(NAMES, True)
+
+
+def test_every_value_of_a_step_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pixels()
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.mul_(3)
+    assert verdicts(model)[SAMPLER]
+    draw = MixtureOfLogistics._draw
+
+    def independent(self: MixtureOfLogistics, *args: Any) -> Tensor:
+        drawn = draw(self, *args)
+        return torch.cat([drawn[:, :2], drawn[:, 2:].roll(1, dims=0)], dim=1)
+
+    monkeypatch.setattr(MixtureOfLogistics, "_draw", independent)
+    found = verdicts(model)
+    assert found[SAMPLER] is False
+    assert found[SUM] is True
 
 
 def test_checks_leave_the_model_alone() -> None:
@@ -99,8 +124,8 @@ def _louder_step(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
 
 
 def _extra_mass(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
-    log_prob = MixtureOfLogistics.log_prob
-    patch.setattr(MixtureOfLogistics, "log_prob", lambda *args: log_prob(*args) + 0.01)
+    log_mass = MixtureOfLogistics._log_mass
+    patch.setattr(MixtureOfLogistics, "_log_mass", lambda *args: log_mass(*args) + 0.01)
 
 
 def _shifted_draws(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,42 @@
 """The contract that every output distribution keeps.
 
-Axes: `b` batch, `e` model width, `p` parameters of the distribution, `u` uniform numbers a value.
+Axes: `b` batch, `e` model width, `p` parameters of the distribution, `s` values a step (a pixel's
+channels, or one), `g` known values of the step, `u` uniform numbers a step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
 
+import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from imagegen.heads.controls import Controls, nucleus
+
 
 class OutputHead(nn.Module, ABC):
-    """Maps the model's output to a distribution over `levels` levels, scores it and draws from it.
+    """Maps the model's output to a distribution over the levels of a step's values.
+
+    The values of a step are modelled one after another: the second given the first, and so on.
 
     Args:
         d_model: width `e` of the model's output.
-        levels: number of levels.
+        levels: number of levels of a value.
+        values_per_step: number of values `s`.
     """
 
-    uniforms_per_value: ClassVar[int]
-    """How many uniform numbers `sample` consumes for one value."""
-
-    def __init__(self, d_model: int, levels: int) -> None:
+    def __init__(self, d_model: int, levels: int, values_per_step: int = 1) -> None:
         super().__init__()
         self.d_model = d_model
         self.levels = levels
+        self.values_per_step = values_per_step
+
+    @property
+    @abstractmethod
+    def uniforms_per_step(self) -> int:
+        """How many uniform numbers `sample` consumes for one step, at least `values_per_step`."""
 
     @abstractmethod
     def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
@@ -34,45 +44,101 @@ class OutputHead(nn.Module, ABC):
 
     @abstractmethod
     def log_prob(
-        self, parameters: Float[Tensor, "*batch p"], value: Integer[Tensor, "*batch"]
-    ) -> Float[Tensor, "*batch"]:
-        """Natural logarithm of the probability of the level `value`, 0 to levels - 1."""
+        self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]
+    ) -> Float[Tensor, "*batch s"]:
+        """Natural logarithm of the probability of each value given those before it in its step.
+
+        Args:
+            parameters: as `forward` gives them.
+            values: levels, 0 to levels - 1.
+        """
 
     @abstractmethod
     def log_probabilities(
-        self, parameters: Float[Tensor, "*batch p"]
+        self,
+        parameters: Float[Tensor, "*batch p"],
+        given: Integer[Tensor, "*batch g"] | None = None,
     ) -> Float[Tensor, "*batch levels"]:
-        """Natural logarithm of the probability of every level."""
+        """Natural logarithm of the probability of every level of the value that follows `given`.
+
+        Args:
+            parameters: as `forward` gives them.
+            given: the first g values of the step, 0 <= g < s; none by default.
+        """
 
     @abstractmethod
     def _draw(
         self,
         parameters: Float[Tensor, "b p"],
         uniforms: Float[Tensor, "b u"],
-        temperature: float,
-    ) -> Integer[Tensor, "b"]:
-        """`sample` for a positive temperature."""
+        controls: Controls,
+    ) -> Integer[Tensor, "b s"]:
+        """`sample` where something is left to chance."""
+
+    def check(self, controls: Controls) -> None:
+        """Refuse controls that this distribution does not have.
+
+        Raises:
+            UserError: for those.
+        """
 
     def sample(
         self,
         parameters: Float[Tensor, "b p"],
         uniforms: Float[Tensor, "b u"],
-        temperature: float = 1.0,
-    ) -> Integer[Tensor, "b"]:
-        """Draw a level for each row, by inversion, from exactly what `log_prob` scores.
+        controls: Controls = Controls(),  # noqa: B008 - frozen
+    ) -> Integer[Tensor, "b s"]:
+        """Draw the values of a step for each row, by inversion, from what `log_prob` scores.
 
         Args:
             parameters: as `forward` gives them.
             uniforms: independent numbers in the open interval (0, 1), float64.
-            temperature: 1 is the model's distribution, lower is more certain, 0 takes the most
-                probable level (the lowest of them on a tie).
+            controls: see `Controls`; its guidance does not matter here.
 
         Returns:
             int64 levels, 0 to levels - 1.
         """
-        if temperature == 0:
-            return self.log_probabilities(parameters).argmax(dim=-1)
-        return self._draw(parameters.double(), uniforms, temperature)
+        if controls.greedy:
+            return self._in_turn(
+                parameters, lambda given: self.log_probabilities(parameters, given).argmax(dim=-1)
+            )
+        return self._draw(parameters.double(), uniforms, controls)
+
+    def sample_guided(
+        self,
+        parameters: Float[Tensor, "b p"],
+        unconditional: Float[Tensor, "b p"],
+        uniforms: Float[Tensor, "b u"],
+        controls: Controls,
+    ) -> Integer[Tensor, "b s"]:
+        """Draw by classifier-free guidance (Ho and Salimans, 2022), over the levels themselves.
+
+        Each value has log p = log p_u + guidance (log p_c - log p_u), normalised over the levels;
+        temperature and top_p then act on these probabilities.
+
+        Args:
+            parameters, unconditional: with and without the condition.
+            uniforms: as in `sample`.
+            controls: the temperatures of mixtures do not matter here.
+        """
+
+        def draw(given: Tensor) -> Tensor:
+            with_it = self.log_probabilities(parameters.double(), given)
+            without = self.log_probabilities(unconditional.double(), given)
+            scores = without + controls.guidance * (with_it - without)
+            if controls.temperature == 0:
+                return scores.argmax(dim=-1)
+            scores = nucleus(scores / controls.temperature, controls.top_p)
+            return invert_cumulative(scores, uniforms[:, given.shape[-1]])
+
+        return self._in_turn(parameters, draw)
+
+    def _in_turn(self, parameters: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        """Draw the values of a step one after another, each given those before it."""
+        given = parameters.new_zeros(len(parameters), 0, dtype=torch.int64)
+        for _ in range(self.values_per_step):
+            given = torch.cat([given, draw(given).unsqueeze(-1)], dim=-1)
+        return given
 
 
 def invert_cumulative(

@@ -1,7 +1,9 @@
-"""Discretized mixture of logistics (PixelCNN++, Salimans et al., 2017, section 2.1).
+"""Discretized mixture of logistics (PixelCNN++, Salimans et al., 2017, section 2).
 
 Levels 0 to L - 1 lie at x = -1 to 1; level x has the mass that the mixture puts on the bin
 (x - 1 / (L - 1), x + 1 / (L - 1)), and the two bins at the ends are open tails.
+
+Axes beside those of `base`: `k` component, `v` level.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 
 from imagegen.errors import UserError
 from imagegen.heads.base import OutputHead, invert_cumulative
+from imagegen.heads.controls import Controls, nucleus, tempered
 
 MIN_LOG_SCALE = -7.0
 MAX_LOG_SCALE = 7.0
@@ -23,38 +26,99 @@ MAX_MEAN = 1e4
 
 
 class MixtureOfLogistics(OutputHead):
-    """A mixture of `n_mixtures` logistics; the parameters are k logits, k means, k log-scales.
+    """A mixture of `n_mixtures` logistics, or of products of one logistic a channel.
 
-    Log-scales are clamped to -7 (the paper's bound) to 7, means to +-10,000: a bin then has a mass
-    that float32 can hold, and the sampler uses the same bounds.
+    All values of a step come from one component of the mixture (section 2.2): its mean of a value
+    is linear in the values before it, mean_s + sum over r < s of tanh(c_sr) x_r, x in [-1, 1]. The
+    parameters are k logits, s k means, s k log-scales and s (s - 1) / 2 k coefficients c.
+
+    Log-scales are clamped to -7 (the bound of Katharopoulos et al., 2020) to 7, means to +-10,000:
+    a bin then has a mass that float32 can hold, and the sampler uses the same bounds.
 
     Raises:
         UserError: for fewer than one component.
     """
 
-    uniforms_per_value = 2
-
-    def __init__(self, d_model: int, levels: int, n_mixtures: int = 10) -> None:
-        super().__init__(d_model, levels)
+    def __init__(
+        self, d_model: int, levels: int, values_per_step: int = 1, n_mixtures: int = 10
+    ) -> None:
+        super().__init__(d_model, levels, values_per_step)
         if n_mixtures < 1:
             raise UserError(f"head.n_mixtures={n_mixtures} must be at least 1.")
         self.n_mixtures = n_mixtures
-        self.projection = nn.Linear(d_model, 3 * n_mixtures)
+        n_coefficients = values_per_step * (values_per_step - 1) // 2
+        self._parts = (1, values_per_step, values_per_step, n_coefficients)
+        self.projection = nn.Linear(d_model, sum(self._parts) * n_mixtures)
         with torch.no_grad():
-            logits, means, log_scales = self.projection.bias.chunk(3)
+            logits, means, log_scales, coefficients = self._divide(self.projection.bias)
             logits.zero_()
             means.copy_((torch.arange(n_mixtures) + 0.5) / n_mixtures * 2 - 1)
             log_scales.fill_(-math.log(n_mixtures))
+            coefficients.zero_()
+
+    @property
+    def uniforms_per_step(self) -> int:
+        return 1 + self.values_per_step
 
     def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
         parameters = self.projection(hidden)
         return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
 
     def log_prob(
-        self, parameters: Float[Tensor, "*batch p"], value: Integer[Tensor, "*batch"]
-    ) -> Float[Tensor, "*batch"]:
-        logits, means, log_scales = self._split(parameters)
-        value = value.unsqueeze(-1).to(means.dtype)
+        self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]
+    ) -> Float[Tensor, "*batch s"]:
+        logits, means, log_scales, coefficients = self._bounded(parameters)
+        means = self._shifted(means, coefficients, self._scaled(values, means))
+        log_mass = self._log_mass(means, log_scales, values.unsqueeze(-1))
+        if self.values_per_step == 1:
+            return (logits.log_softmax(dim=-1) + log_mass).logsumexp(dim=-1)
+        # p(values up to s) with each component, its choice included.
+        joint = (logits.log_softmax(dim=-1) + log_mass.cumsum(dim=-2)).logsumexp(dim=-1)
+        return torch.cat([joint[..., :1], joint.diff(dim=-1)], dim=-1)
+
+    def log_probabilities(
+        self,
+        parameters: Float[Tensor, "*batch p"],
+        given: Integer[Tensor, "*batch g"] | None = None,
+    ) -> Float[Tensor, "*batch levels"]:
+        logits, means, log_scales, coefficients = self._bounded(parameters)
+        logits = logits.squeeze(-2)
+        known = 0 if given is None else given.shape[-1]
+        if given is not None and known:
+            x = F.pad(self._scaled(given, means), (0, 0, 0, self.values_per_step - known))
+            means = self._shifted(means, coefficients, x)
+            seen = (..., slice(0, known), slice(None))
+            log_mass = self._log_mass(means[seen], log_scales[seen], given.unsqueeze(-1))
+            logits = logits + log_mass.sum(dim=-2)
+        levels = torch.arange(self.levels, device=parameters.device).unsqueeze(-1)
+        following = (..., slice(known, known + 1), slice(None))
+        log_mass = self._log_mass(means[following], log_scales[following], levels)
+        return (logits.log_softmax(dim=-1).unsqueeze(-2) + log_mass).logsumexp(dim=-1)
+
+    def _draw(
+        self,
+        parameters: Float[Tensor, "b p"],
+        uniforms: Float[Tensor, "b u"],
+        controls: Controls,
+    ) -> Integer[Tensor, "b s"]:
+        logits, means, log_scales, coefficients = self._bounded(parameters)
+        logits = nucleus(tempered(logits.squeeze(-2), controls.for_mixture), controls.top_p)
+        chosen = invert_cumulative(logits, uniforms[:, 0]).view(-1, 1, 1)
+        means, log_scales, coefficients = (
+            t.take_along_dim(chosen, dim=-1) for t in (means, log_scales, coefficients)
+        )
+        noise = controls.for_scale * log_scales.exp() * torch.logit(uniforms[:, 1:, None])
+        levels = torch.zeros_like(means)
+        for s in range(self.values_per_step):
+            # The values that are still to be drawn do not enter into the mean of this one.
+            x = self._shifted(means, coefficients, self._scaled(levels.squeeze(-1), means)) + noise
+            drawn = (x[:, s] + 1) / 2 * (self.levels - 1)
+            levels[:, s] = drawn.round().clamp(0, self.levels - 1)
+        return levels.squeeze(-1).long()
+
+    def _log_mass(self, means: Tensor, log_scales: Tensor, levels: Tensor) -> Tensor:
+        """Log-probability "... k" of levels "... 1" under each logistic."""
+        value = levels.to(means.dtype)
         half_bin = 1 / (self.levels - 1)
         inverse_scales = (-log_scales).exp()
         # The edge between two bins is computed alike from both sides: what one bin loses by
@@ -69,35 +133,28 @@ class MixtureOfLogistics(OutputHead):
         above = F.logsigmoid(-lower).masked_fill(bottom, 0.0)
         width = (-torch.expm1(-2 * half_bin * inverse_scales)).log()
         width = width.expand_as(below).masked_fill(top | bottom, 0.0)
-        log_mass = below + above + width
-        return torch.logsumexp(logits.log_softmax(dim=-1) + log_mass, dim=-1)
+        return below + above + width
 
-    def log_probabilities(
-        self, parameters: Float[Tensor, "*batch p"]
-    ) -> Float[Tensor, "*batch levels"]:
-        levels = torch.arange(self.levels, device=parameters.device)
-        batch = parameters.shape[:-1]
-        return self.log_prob(
-            parameters.unsqueeze(-2).expand(*batch, self.levels, -1),
-            levels.expand(*batch, self.levels),
-        )
+    def _shifted(self, means: Tensor, coefficients: Tensor, x: Tensor) -> Tensor:
+        """Means "... s k", each given the earlier ones of the values "... s 1" of the step."""
+        rows, first = [means[..., :1, :]], 0
+        for s in range(1, self.values_per_step):
+            weights = coefficients[..., first : first + s, :].tanh()
+            shift = (weights * x[..., :s, :]).sum(dim=-2, keepdim=True)
+            rows.append(means[..., s : s + 1, :] + shift)
+            first += s
+        return means if len(rows) == 1 else torch.cat(rows, dim=-2)
 
-    def _draw(
-        self,
-        parameters: Float[Tensor, "b p"],
-        uniforms: Float[Tensor, "b u"],
-        temperature: float,
-    ) -> Integer[Tensor, "b"]:
-        logits, means, log_scales = self._split(parameters)
-        component = invert_cumulative(logits / temperature, uniforms[:, 0]).unsqueeze(-1)
-        mean = means.gather(-1, component).squeeze(-1)
-        scale = log_scales.gather(-1, component).squeeze(-1).exp()
-        x = mean + scale * temperature * torch.logit(uniforms[:, 1])
-        level = (x + 1) / 2 * (self.levels - 1)
-        return level.round().clamp(0, self.levels - 1).long()
+    def _scaled(self, levels: Tensor, like: Tensor) -> Tensor:
+        """Levels "... s" as numbers from -1 to 1, "... s 1"."""
+        return (levels.to(like.dtype) * (2 / (self.levels - 1)) - 1).unsqueeze(-1)
 
-    @staticmethod
-    def _split(parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, means, log_scales = rearrange(parameters, "... (three k) -> three ... k", three=3)
+    def _bounded(self, parameters: Tensor) -> tuple[Tensor, ...]:
+        logits, means, log_scales, coefficients = self._divide(parameters)
         means = means.clamp(-MAX_MEAN, MAX_MEAN)
-        return logits, means, log_scales.clamp(MIN_LOG_SCALE, MAX_LOG_SCALE)
+        return logits, means, log_scales.clamp(MIN_LOG_SCALE, MAX_LOG_SCALE), coefficients
+
+    def _divide(self, parameters: Tensor) -> tuple[Tensor, ...]:
+        """Logits "1 k", means and log-scales "s k", coefficients "s(s-1)/2 k"."""
+        parts = rearrange(parameters, "... (j k) -> ... j k", k=self.n_mixtures)
+        return parts.split(self._parts, dim=-2)

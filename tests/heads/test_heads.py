@@ -12,6 +12,7 @@ from scipy import stats
 from imagegen.errors import UserError
 from imagegen.heads.base import OutputHead
 from imagegen.heads.categorical import Categorical
+from imagegen.heads.controls import Controls, nucleus
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 
 EXTREMES = [-1e30, -1e6, -100.0, -7.0, -1.0, 0.0, 1.0, 7.0, 100.0, 1e6, 1e30]
@@ -19,16 +20,18 @@ EXTREMES = [-1e30, -1e6, -100.0, -7.0, -1.0, 0.0, 1.0, 7.0, 100.0, 1e6, 1e30]
 
 def _head(kind: str, levels: int) -> OutputHead:
     torch.manual_seed(0)
-    return MixtureOfLogistics(8, levels) if kind == "mixture" else Categorical(8, levels)
+    if kind == "categorical":
+        return Categorical(8, levels)
+    return MixtureOfLogistics(8, levels, {"mixture": 1, "colour": 3}[kind])
 
 
 def _size(head: OutputHead) -> int:
     return head(torch.zeros(8)).shape[-1]
 
 
-def _uniforms(n: int, per_value: int, seed: int = 0) -> torch.Tensor:
+def _uniforms(n: int, per_step: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(n, per_value, dtype=torch.float64, generator=generator).clamp(1e-12)
+    return torch.rand(n, per_step, dtype=torch.float64, generator=generator).clamp(1e-12)
 
 
 @pytest.mark.parametrize("kind", ["mixture", "categorical"])
@@ -51,7 +54,7 @@ def test_extreme_parameters(values: list[float], levels: int) -> None:
     total = head.log_probabilities(parameters).double().exp().sum()
     assert abs(total.item() - 1) < 1e-6
     ends = torch.tensor([0, 1, levels - 2, levels - 1])
-    loss = head.log_prob(parameters.expand(4, -1), ends)
+    loss = head.log_prob(parameters.expand(4, -1), ends.unsqueeze(-1))
     assert torch.isfinite(loss).all()
     (gradient,) = torch.autograd.grad(loss.sum(), parameters)
     assert torch.isfinite(gradient).all()
@@ -78,7 +81,7 @@ def test_categorical_is_a_softmax() -> None:
     parameters = torch.randn(6, 17)
     values = torch.tensor([0, 3, 16, 8, 1, 2])
     expected = -torch.nn.functional.cross_entropy(parameters, values, reduction="none")
-    torch.testing.assert_close(head.log_prob(parameters, values), expected)
+    torch.testing.assert_close(head.log_prob(parameters, values[:, None]).squeeze(-1), expected)
 
 
 @pytest.mark.parametrize("kind", ["mixture", "categorical"])
@@ -89,9 +92,12 @@ def test_draws_follow_the_probabilities(kind: str, levels: int, spread: float) -
     generator = torch.Generator().manual_seed(levels)
     parameters = spread * torch.randn(1, _size(head), generator=generator)
     n = 200_000
-    drawn = head.sample(parameters.expand(n, -1), _uniforms(n, head.uniforms_per_value))
-    observed = np.bincount(drawn.numpy(), minlength=levels)
+    drawn = head.sample(parameters.expand(n, -1), _uniforms(n, head.uniforms_per_step))
     expected = n * head.log_probabilities(parameters[0].double()).exp().numpy()
+    _check_counts(np.bincount(drawn[:, 0].numpy(), minlength=levels), expected)
+
+
+def _check_counts(observed: np.ndarray, expected: np.ndarray) -> None:
     # Cells of fewer than five expected draws are put together, as the test asks for.
     rare = expected < 5
     observed = np.append(observed[~rare], observed[rare].sum())
@@ -105,21 +111,24 @@ def test_draws_follow_the_probabilities(kind: str, levels: int, spread: float) -
 def test_temperature(kind: str) -> None:
     head = _head(kind, 256)
     parameters = torch.randn(1, _size(head)) * 2
-    uniforms = _uniforms(5000, head.uniforms_per_value)
+    uniforms = _uniforms(5000, head.uniforms_per_step)
     many = parameters.expand(5000, -1)
-    spread = {t: head.sample(many, uniforms, t).double().std().item() for t in (0.3, 1.0)}
+    spread = {
+        t: head.sample(many, uniforms, Controls(temperature=t)).double().std().item()
+        for t in (0.3, 1.0)
+    }
     assert spread[0.3] < spread[1.0]
-    greedy = head.sample(many, uniforms, 0.0)
+    greedy = head.sample(many, uniforms, Controls(temperature=0.0))
     assert (greedy == head.log_probabilities(parameters)[0].argmax()).all()
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour"])
 def test_draws_stay_inside_for_the_outermost_uniforms(kind: str) -> None:
     head = _head(kind, 17)
     ends = torch.tensor([[2.0**-54], [1 - 2.0**-53]], dtype=torch.float64)
-    uniforms = ends.expand(2, head.uniforms_per_value)
+    uniforms = ends.expand(2, head.uniforms_per_step)
     for value in EXTREMES:
-        drawn = head.sample(torch.full((2, _size(head)), value), uniforms, 1.0)
+        drawn = head.sample(torch.full((2, _size(head)), value), uniforms)
         assert 0 <= drawn.min() <= drawn.max() <= 16
 
 
@@ -128,10 +137,138 @@ def test_means_start_spread_over_the_range() -> None:
     means = head(torch.zeros(8)).chunk(3)[1]
     torch.testing.assert_close(means, torch.tensor([-0.8, -0.4, 0.0, 0.4, 0.8]))
     uniform = math.log(256)
-    cost = -head.log_prob(head(torch.zeros(256, 8)), torch.arange(256)).mean().item()
+    cost = -head.log_prob(head(torch.zeros(256, 8)), torch.arange(256)[:, None]).mean().item()
     assert cost < uniform + 0.15
 
 
 def test_too_few_components_are_refused() -> None:
     with pytest.raises(UserError, match="n_mixtures=0 must be at least 1"):
         MixtureOfLogistics(8, 256, n_mixtures=0)
+
+
+def test_values_of_a_step_are_chained() -> None:
+    """Sum of the chain's terms = the joint probability, summed over all colours: 1."""
+    head = _head("colour", 5)
+    parameters = torch.randn(4, _size(head), dtype=torch.float64)
+    colours = torch.cartesian_prod(*[torch.arange(5)] * 3)
+    log_prob = head.log_prob(parameters[:, None].expand(-1, 125, -1), colours.expand(4, -1, -1))
+    total = log_prob.sum(-1).exp().sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-9)
+    for known in range(3):
+        rows = parameters[:, None].expand(-1, 125, -1)
+        given = colours[:, :known].expand(4, -1, -1)
+        conditional = head.log_probabilities(rows, given)
+        torch.testing.assert_close(
+            conditional.gather(-1, colours[:, known, None].expand(4, -1, -1)).squeeze(-1),
+            log_prob[..., known],
+        )
+
+
+def test_colour_mixture_is_that_of_pixelcnnpp() -> None:
+    """Green's mean moves with red, blue's with both, in one component (Salimans et al., 2017)."""
+    head = MixtureOfLogistics(8, 256, values_per_step=3, n_mixtures=2)
+    parameters = torch.randn(20, dtype=torch.float64) * 0.5
+    values = torch.tensor([[10, 200, 90]])
+    logits, parts = parameters[:2], parameters[2:].view(9, 2)
+    means, scales, (alpha, beta, gamma) = parts[:3], parts[3:6].exp(), parts[6:].tanh()
+    red, green, _ = (values[0] / 255 * 2 - 1).double()
+    centres = [means[0], means[1] + alpha * red, means[2] + beta * red + gamma * green]
+    mass = torch.ones(2, dtype=torch.float64)
+    for value, centre, scale in zip(values[0].tolist(), centres, scales, strict=True):
+        x = value / 255 * 2 - 1
+        upper, lower = ((x + half - centre) / scale for half in (1 / 255, -1 / 255))
+        mass = mass * (upper.sigmoid() - lower.sigmoid())
+    expected = (logits.softmax(0) * mass).sum().log()
+    torch.testing.assert_close(head.log_prob(parameters[None], values).sum(), expected)
+
+
+@pytest.mark.parametrize("guidance", [None, 1.0])
+def test_colours_drawn_follow_the_probabilities(guidance: float | None) -> None:
+    head = _head("colour", 4)
+    parameters = torch.randn(1, _size(head), generator=torch.Generator().manual_seed(3))
+    n = 100_000
+    rows, uniforms = parameters.expand(n, -1), _uniforms(n, head.uniforms_per_step)
+    if guidance is None:
+        drawn = head.sample(rows, uniforms)
+    else:
+        other = torch.randn(1, _size(head)).expand(n, -1)
+        drawn = head.sample_guided(rows, other, uniforms, Controls(guidance=guidance))
+    colours = torch.cartesian_prod(*[torch.arange(4)] * 3)
+    log_prob = head.log_prob(parameters.double().expand(64, -1), colours).sum(-1)
+    index = (drawn * torch.tensor([16, 4, 1])).sum(-1)
+    _check_counts(np.bincount(index.numpy(), minlength=64), n * log_prob.exp().numpy())
+
+
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour"])
+def test_guidance_moves_away_from_the_unconditional(kind: str) -> None:
+    head = _head(kind, 17)
+    generator = torch.Generator().manual_seed(5)
+    with_label, without = (torch.randn(1, _size(head), generator=generator) for _ in range(2))
+    n = 100_000
+    uniforms = _uniforms(n, head.uniforms_per_step)
+    controls = Controls(guidance=2.5)
+    drawn = head.sample_guided(with_label.expand(n, -1), without.expand(n, -1), uniforms, controls)
+    conditional, plain = (head.log_probabilities(p[0].double()) for p in (with_label, without))
+    expected = (plain + 2.5 * (conditional - plain)).softmax(-1)
+    _check_counts(np.bincount(drawn[:, 0].numpy(), minlength=17), n * expected.numpy())
+
+
+@pytest.mark.parametrize("kind", ["mixture", "colour"])
+def test_temperatures_of_mixtures(kind: str) -> None:
+    head = _head(kind, 256)
+    parameters = torch.randn(1, _size(head), generator=torch.Generator().manual_seed(2)) * 2
+    n = 2000
+    rows, uniforms = parameters.expand(n, -1), _uniforms(n, head.uniforms_per_step)
+    # The widest component alone, at its centre: one colour only.
+    sure = Controls(mixture_temperature=0.0, scale_temperature=0.0)
+    assert len(head.sample(rows, uniforms, sure).unique(dim=0)) == 1
+    narrow = head.sample(rows, uniforms, Controls(scale_temperature=0.0)).unique(dim=0)
+    assert 1 < len(narrow) <= head.n_mixtures  # type: ignore[operator]
+    wide = head.sample(rows, uniforms, Controls(mixture_temperature=0.0)).unique(dim=0)
+    assert len(wide) > 1
+
+
+def test_nucleus_keeps_the_smallest_set_that_reaches_top_p() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
+    for top_p, kept in (
+        (0.3, [1]),
+        (0.5, [1]),
+        (0.51, [1, 3]),
+        (0.8, [1, 2, 3]),
+        (1.0, [0, 1, 2, 3]),
+    ):
+        finite = nucleus(logits, top_p)[0].isfinite().nonzero().flatten().tolist()
+        assert finite == kept
+
+
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour"])
+def test_top_p_leaves_out_what_is_rare(kind: str) -> None:
+    head = _head(kind, 17)
+    generator = torch.Generator().manual_seed(4)
+    parameters = torch.randn(1, _size(head), generator=generator) * 3
+    rows, uniforms = parameters.expand(3000, -1), _uniforms(3000, head.uniforms_per_step)
+    every, few = (head.sample(rows, uniforms, Controls(top_p=p)).unique(dim=0) for p in (1.0, 0.3))
+    assert len(few) < len(every)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 must be a finite number of at least 0"),
+        ({"mixture_temperature": float("nan")}, "mixture_temperature=nan must be"),
+        ({"scale_temperature": -1.0}, "scale_temperature=-1.0 must be"),
+        ({"guidance": float("inf")}, "guidance=inf must be"),
+        ({"top_p": 0.0}, "top_p=0.0 must lie above 0 and at most at 1"),
+        ({"top_p": 1.5}, "top_p=1.5 must lie"),
+    ],
+)
+def test_controls_out_of_range_are_refused(options: dict, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Controls(**options)
+
+
+def test_what_a_categorical_head_does_not_have_is_refused() -> None:
+    with pytest.raises(UserError, match="mixture_temperature belongs to mixtures"):
+        _head("categorical", 17).check(Controls(mixture_temperature=0.5))
+    with pytest.raises(UserError, match="head=categorical models one value a step; take"):
+        Categorical(8, 256, values_per_step=3)

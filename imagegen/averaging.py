@@ -1,0 +1,59 @@
+"""An exponential moving average of the weights, which is what is evaluated and drawn from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import WeightAveraging
+from torch import Tensor
+
+from imagegen.errors import UserError
+
+
+class WeightAverage(WeightAveraging):
+    """Lightning's weight averaging as an exponential moving average with a warm-up.
+
+    After update t the average is d average + (1 - d) weights, with d = min(decay, (1 + t) / (10 +
+    t)), so that short trainings forget their beginning as well. Validation, samples and the
+    `state_dict` of checkpoints are those of the average; the weights that are trained lie beside it
+    in the checkpoint, for resuming.
+
+    Args:
+        decay: 0 to below 1.
+
+    Raises:
+        UserError: for another decay.
+    """
+
+    def __init__(self, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise UserError(f"callbacks.ema.decay={decay} must be at least 0 and below 1, or null.")
+
+        def average(averaged: list[Tensor], current: list[Tensor], updates: Tensor | int) -> None:
+            t = int(updates)
+            torch._foreach_lerp_(averaged, current, 1 - min(decay, (1 + t) / (10 + t)))
+
+        super().__init__(use_buffers=False, multi_avg_fn=average)
+        self._shows_average = False
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_epoch_start(trainer, pl_module)
+        self._shows_average = self._average_model is not None
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_epoch_end(trainer, pl_module)
+        self._shows_average = False
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Put the trained weights back, before a checkpoint is written of what they are now."""
+        if self._shows_average:
+            self.on_validation_epoch_end(trainer, pl_module)
+
+
+def weight_average(decay: float | None, **options: Any) -> Callback:
+    """`WeightAverage`, or a callback that does nothing where there is no decay."""
+    return Callback() if decay is None else WeightAverage(decay, **options)

@@ -1,0 +1,104 @@
+"""What happens when a loss or a gradient is no number: it never goes unnoticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from imagegen.errors import UserError
+
+POLICIES = ("stop", "skip")
+MOST_IN_A_ROW = 10
+
+
+class BadNumbers(Callback):
+    """Looks at the gradients before each optimizer step; a loss of nan or inf shows in them.
+
+    `stop` ends the run before the weights are touched. `skip` leaves the step out, weights and
+    optimizer as they are, counts it as `train/skipped_steps`, says so, and stops all the same after
+    ten in a row. A validation that is no number stops the run.
+
+    Args:
+        policy: `stop` or `skip`.
+        folder: the run folder.
+
+    Raises:
+        UserError: for another policy.
+    """
+
+    def __init__(self, policy: str, folder: Path) -> None:
+        if policy not in POLICIES:
+            raise UserError(f"on_nan={policy} is unknown; it can be {' or '.join(POLICIES)}.")
+        self.policy = policy
+        self.folder = folder
+        self.skipped = 0
+        self._in_a_row = 0
+        self._indices: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count, so that a resumed run goes on with it."""
+        return {"skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.skipped = state_dict["skipped"]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Remember which images the step is about."""
+        self._indices = batch["indices"].tolist()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Stop, or leave the step out, where a gradient is not finite."""
+        if trainer.precision == "16-mixed":
+            # Infinite gradients belong to the search for a loss scale, which leaves such steps out.
+            return
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        # One number to look at, whatever the number of parameters. All processes see the same one.
+        if torch.nn.utils.get_total_norm(gradients).isfinite():
+            self._in_a_row = 0
+            return
+        what = (
+            f"the loss or a gradient is not a number at step {trainer.global_step + 1}, with the "
+            f"training images {self._indices}"
+        )
+        self.skipped += 1
+        self._in_a_row += 1
+        if self.policy == "stop" or self._in_a_row >= MOST_IN_A_ROW:
+            again = "" if self.policy == "stop" else f", for the {self._in_a_row}th time in a row"
+            raise UserError(
+                f"{what}{again}; the weights are as before, {self._last_good()}. Lower "
+                "optimizer.lr, or leave such steps out with on_nan=skip."
+            )
+        # An optimizer passes over parameters without a gradient.
+        for parameter in pl_module.parameters():
+            parameter.grad = None
+        pl_module.log("train/skipped_steps", float(self.skipped))
+        _say(f"{what}: left out")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop where the validation's result is not finite."""
+        found = trainer.callback_metrics.get("val/bits_per_dim")
+        if found is not None and not trainer.sanity_checking and not found.isfinite():
+            raise UserError(
+                f"the validation after step {trainer.global_step} gives {found.item()} bits/dim: "
+                f"the model has diverged, {self._last_good()}. Lower optimizer.lr."
+            )
+
+    def _last_good(self) -> str:
+        checkpoint = self.folder / "checkpoints" / "best.ckpt"
+        if checkpoint.exists():
+            return f"and the best checkpoint so far is {checkpoint}"
+        return "and no checkpoint has been written yet"
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,189 @@
+"""The block that the model repeats: causal attention and a feed-forward layer.
+
+Axes: `b` batch, `n` position, `e` model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.errors import UserError
+from imagegen.row_convolution import RowConvolution, RowState
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+def known(name: str, value: str, choices: dict[str, type[nn.Module]]) -> type[nn.Module]:
+    """The choice called `value`.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if value not in choices:
+        raise UserError(f"model.{name}={value} is unknown; choose one of {', '.join(choices)}.")
+    return choices[value]
+
+
+class GatedLinearUnit(nn.Module):
+    """activation(x W) * (x V), the two halves of one projection (Shazeer, 2020, eq. 5).
+
+    Args:
+        activation: of the first half.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Float[Tensor, "... two_f"]) -> Float[Tensor, "... f"]:
+        gate, value = x.chunk(2, dim=-1)
+        return self.activation(gate) * value
+
+
+@dataclasses.dataclass
+class BlockState(AttentionState):
+    """The states of a block's convolution and of its attention."""
+
+    rows: RowState
+    attention: AttentionState
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.rows.tensors(), *self.attention.tensors()]
+
+    def clone(self) -> BlockState:
+        return BlockState(self.rows.clone(), self.attention.clone())
+
+    def repeat(self, times: int) -> BlockState:
+        return BlockState(self.rows.repeat(times), self.attention.repeat(times))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each with its residual connection and norm.
+
+    The norm precedes the layer inside the residual branch (`norm_first`), or follows the sum as in
+    the paper's model.
+
+    Args:
+        attention: the mechanism.
+        d_model: width `e`.
+        d_ff: hidden features of the feed-forward layer.
+        dropout: share of activations zeroed in training.
+        activation: a name of `ACTIVATIONS`.
+        norm_first: whether a norm precedes each layer, or follows it.
+        norm: a name of `NORMS`.
+        gated: whether the feed-forward layer is a gated linear unit; d_ff is then the size of each
+            half.
+        residual_scale: initial value of a learned factor for each feature on what a layer adds
+            (LayerScale, Touvron et al., 2021, eq. 4); no such factor by default.
+        convolution: [rows, columns] of a `RowConvolution` that comes first, with a norm and a
+            residual connection of its own; none by default.
+        row_length: positions in a row of the image.
+
+    Raises:
+        UserError: for unknown names and an impossible convolution.
+    """
+
+    def __init__(
+        self,
+        attention: CausalAttention[Any],
+        d_model: int,
+        d_ff: int,
+        dropout: float,
+        activation: str,
+        norm_first: bool,
+        norm: str = "layer",
+        gated: bool = False,
+        residual_scale: float | None = None,
+        convolution: Sequence[int] | None = None,
+        row_length: int = 1,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.norm_first = norm_first
+        self.norm1 = known("norm", norm, NORMS)(d_model)
+        self.norm2 = known("norm", norm, NORMS)(d_model)
+        nonlinear = known("activation", activation, ACTIVATIONS)()
+        self.feed_forward = nn.Sequential(
+            nn.Linear(d_model, 2 * d_ff if gated else d_ff),
+            GatedLinearUnit(nonlinear) if gated else nonlinear,
+            nn.Dropout(dropout),
+            nn.Linear(d_ff, d_model),
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.scale1 = self.scale2 = None
+        if residual_scale is not None:
+            self.scale1, self.scale2 = (
+                nn.Parameter(torch.full((d_model,), float(residual_scale))) for _ in range(2)
+            )
+
+        self.convolution = None
+        if convolution is not None:
+            if len(convolution) != 2:
+                raise UserError(
+                    f"model.convolution={list(convolution)} must be [rows, columns], such as [2,2]."
+                )
+            self.convolution = RowConvolution(d_model, row_length, *convolution)
+            self.norm0 = known("norm", norm, NORMS)(d_model)
+
+    def forward(
+        self, x: Float[Tensor, "b n e"], state: AttentionState | None
+    ) -> tuple[Float[Tensor, "b n e"], AttentionState]:
+        """All positions at once, continuing from `state`."""
+        if self.convolution is None:
+            return self._attended(x, state)
+        assert state is None or isinstance(state, BlockState)
+        y, rows = self.convolution(self._before(x), None if state is None else state.rows)
+        x, after = self._attended(self._after(x, y), None if state is None else state.attention)
+        return x, BlockState(rows, after)
+
+    def step(
+        self, x: Float[Tensor, "b e"], state: AttentionState
+    ) -> tuple[Float[Tensor, "b e"], AttentionState]:
+        """One position."""
+        if self.convolution is None:
+            return self._attended_step(x, state)
+        assert isinstance(state, BlockState)
+        y, rows = self.convolution.step(self._before(x), state.rows)
+        x, after = self._attended_step(self._after(x, y), state.attention)
+        return x, BlockState(rows, after)
+
+    def initial_state(self, batch_size: int) -> AttentionState:
+        """The state before the first position."""
+        state = self.attention.initial_state(batch_size)
+        if self.convolution is None:
+            return state
+        return BlockState(self.convolution.initial_state(batch_size), state)
+
+    def _before(self, x: Tensor) -> Tensor:
+        return self.norm0(x) if self.norm_first else x
+
+    def _after(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.dropout(y)
+        return x if self.norm_first else self.norm0(x)
+
+    def _attended(self, x: Tensor, state: AttentionState | None) -> tuple[Tensor, AttentionState]:
+        y, state = self.attention(self.norm1(x) if self.norm_first else x, state)
+        return self._residuals(x, y), state
+
+    def _attended_step(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        y, state = self.attention.step(self.norm1(x) if self.norm_first else x, state)
+        return self._residuals(x, y), state
+
+    def _residuals(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.norm_first:
+            x = x + self._added(y, self.scale1)
+            return x + self._added(self.feed_forward(self.norm2(x)), self.scale2)
+        x = self.norm1(x + self._added(y, self.scale1))
+        return self.norm2(x + self._added(self.feed_forward(x), self.scale2))
+
+    def _added(self, y: Tensor, scale: Tensor | None) -> Tensor:
+        y = self.dropout(y)
+        return y if scale is None else y * scale

@@ -1,0 +1,182 @@
+"""Store images as the model's likelihoods allow: `python -m imagegen.codec compress|decompress`.
+
+A file is a header of 24 bytes, little-endian, then the code of `imagegen.coding`: "IGC" and a byte
+for the format's version, the number of images (32 bits), the first 8 bytes each of the SHA-256 of
+the checkpoint and of the images' levels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import UInt8, UInt32
+
+from imagegen import options as opt
+from imagegen.cli import hydra_entry
+from imagegen.errors import UserError
+from imagegen.output import ensure_writable, staged_folder, write_atomic
+from imagegen.progress import image_progress
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+MAGIC, FORMAT_VERSION = b"IGC", 1
+HEADER = struct.Struct("<3sBI8s8s")
+SPLITS = ("train", "val", "test")
+USAGE = """\
+Store images in as many bits as a model needs for them, and get them back exactly.
+
+  python -m imagegen.codec compress ckpt=<checkpoint or run folder> images=PHOTOS out=FILE
+  python -m imagegen.codec decompress ckpt=<the same> file=FILE out=DIR
+
+Add --help after either word for its options."""
+
+
+def compress(config: Mapping[str, Any]) -> Path:
+    """Do what `conf/compress.yaml` and the command line ask; print the size.
+
+    Returns:
+        the file written.
+
+    Raises:
+        UserError: for anything that cannot be; then nothing is written.
+    """
+    from imagegen.coding import encode
+    from imagegen.completion import read_files
+    from imagegen.provenance import load_source
+
+    config = opt.plain(config)
+    if config["out"] is None:
+        raise UserError("out is missing; name the file to write, such as out=images.code.")
+    out = opt.absolute(str(config["out"]))
+    ensure_writable(out)
+    limit = opt.optional_whole_number(config["limit"], "limit", 1)
+    resize = opt.flag(config["resize"], "resize")
+    split = opt.choice(config["split"], "split", SPLITS)
+    source = load_source(opt.checkpoint_path(config["ckpt"]), opt.resolve_device(config["device"]))
+    model = source.loaded.model
+    if config["images"] is None:
+        dataset = opt.dataset_of(source.loaded.metadata, config["dataset"], model.spec)
+        images = np.array(dataset.split(split).images[:limit])
+    else:
+        images, _ = read_files(opt.paths(config["images"], "images"), limit, resize, model.spec)
+    started = perf_counter()
+    with image_progress("compressing", len(images)) as advance:
+        words = encode(model, images, advance)
+    code = words.astype("<u4").tobytes()
+    header = HEADER.pack(
+        MAGIC, FORMAT_VERSION, len(images), bytes.fromhex(source.sha256)[:8], _checksum(images)
+    )
+    write_atomic(out, header + code)
+    size = len(header) + len(code)
+    print(
+        f"{len(images)} images in {size} bytes, {8 * size / images.size:.4f} bits/dim, "
+        f"in {perf_counter() - started:.1f} s: {out}"
+    )
+    return out
+
+
+def decompress(config: Mapping[str, Any]) -> Path:
+    """Do what `conf/decompress.yaml` and the command line ask; print where the images are.
+
+    Returns:
+        the folder written.
+
+    Raises:
+        UserError: for anything that cannot be, a file of another model, and images that do not come
+        back as they were; then nothing is written.
+    """
+    from imagegen.coding import decode
+    from imagegen.images import encode_png, to_display
+    from imagegen.provenance import load_source
+
+    config = opt.plain(config)
+    for name in ("file", "out"):
+        if config[name] is None:
+            raise UserError(f"{name} is missing; add {name}=… (--help lists the options).")
+    path, out = opt.absolute(str(config["file"])), opt.absolute(str(config["out"]))
+    n, checkpoint, images_checksum, words = read_code(path)
+    with staged_folder(out, owned=[f"{index:05d}.png" for index in range(n)]) as folder:
+        source = load_source(
+            opt.checkpoint_path(config["ckpt"]), opt.resolve_device(config["device"])
+        )
+        if bytes.fromhex(source.sha256)[:8] != checkpoint:
+            raise UserError(
+                f"{path} was compressed with another checkpoint, whose SHA-256 begins with "
+                f"{checkpoint.hex()}; name that one in ckpt=."
+            )
+        model = source.loaded.model
+        with image_progress("decompressing", n) as advance:
+            images = decode(model, words, n, advance)
+        if _checksum(images) != images_checksum:
+            raise UserError(
+                f"the images of {path} do not come back: the file is damaged, or this machine and "
+                "version of PyTorch round otherwise than those that wrote it."
+            )
+        for index, image in enumerate(to_display(images, model.spec.levels)):
+            (folder / f"{index:05d}.png").write_bytes(encode_png(image))
+    print(f"{n} images: {out}")
+    return out
+
+
+def read_code(path: Path) -> tuple[int, bytes, bytes, UInt32[np.ndarray, " words"]]:
+    """Number of images, checksums of checkpoint and images, and code of what `compress` wrote.
+
+    Raises:
+        UserError: for a file that cannot be read, is none of ours, is newer, or is cut off.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"file={path} cannot be read: {error.strerror or error}.") from error
+    if len(content) < HEADER.size or not content.startswith(MAGIC):
+        raise UserError(f"{path} is not a file that imagegen.codec compress wrote.")
+    _, version, n, checkpoint, images = HEADER.unpack(content[: HEADER.size])
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format {version}, newer than the {FORMAT_VERSION} that this version "
+            "reads; update imagegen."
+        )
+    code = content[HEADER.size :]
+    if not n or len(code) % 4:
+        raise UserError(f"{path} is damaged: it was cut off.")
+    return n, checkpoint, images, np.frombuffer(code, dtype="<u4").astype(np.uint32)
+
+
+def _checksum(images: UInt8[np.ndarray, "n h w c"]) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(images).tobytes()).digest()[:8]
+
+
+@hydra_entry("compress")
+def _compress(config: DictConfig) -> None:
+    compress(config)
+
+
+@hydra_entry("decompress")
+def _decompress(config: DictConfig) -> None:
+    decompress(config)
+
+
+def main() -> None:
+    """Command-line entry: the first word says which way."""
+    ways = {"compress": _compress, "decompress": _decompress}
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if word in ("--help", "-h"):
+        print(USAGE)
+        return
+    if word not in ways:
+        print(f"error: {word} is unknown; type compress or decompress.", file=sys.stderr)
+        sys.exit(1)
+    del sys.argv[1]
+    ways[word]()
+
+
+if __name__ == "__main__":
+    main()

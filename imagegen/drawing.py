@@ -1,0 +1,118 @@
+"""How images are drawn, whichever they are: their random numbers, their labels, the controls.
+
+Axes: `b` batch, `n` position, `u` uniform numbers a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from imagegen.errors import UserError
+from imagegen.heads.controls import Controls
+from imagegen.model import NO_LABEL, ImageTransformer
+
+Progress = Callable[[float], None]
+
+
+def uniforms(seed: int, image: int, stream: int, count: int) -> Float[np.ndarray, " count"]:
+    """The random numbers of one image: float64 in the open interval (0, 1).
+
+    They come from a Philox counter keyed by (seed, image), so that image i of a seed is the same
+    whatever is drawn beside it; `stream` tells several completions of one image apart.
+    """
+    bits = np.random.Philox(key=[seed, image], counter=[0, 0, 0, stream]).random_raw(count)
+    numbers: np.ndarray = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return numbers
+
+
+def noise(
+    model: ImageTransformer, seed: int, streams: Sequence[tuple[int, int]], first: int, rows: int
+) -> Float[np.ndarray, "rows n u"]:
+    """The random numbers of the steps from `first` on.
+
+    Noise belongs to a position: a completion's does not depend on how much is visible.
+    """
+    length, per_step = model.raster.length, model.head.uniforms_per_step
+    numbers = [uniforms(seed, image, stream, length * per_step) for image, stream in streams]
+    shaped = np.stack(numbers).reshape(len(streams), length, per_step)[:, first:]
+    return np.resize(shaped, (rows, *shaped.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What all images of one call have in common.
+
+    Attributes:
+        seed: of the random numbers.
+        controls: how to draw.
+        labels: image i has labels[i % len(labels)]; None for no labels.
+        progress: called with the number of images done since the last call.
+    """
+
+    seed: int
+    controls: Controls
+    labels: tuple[int, ...] | None
+    progress: Progress | None
+
+    @classmethod
+    def of(
+        cls,
+        model: ImageTransformer,
+        seed: int,
+        controls: Controls | None,
+        labels: Sequence[int] | None,
+        progress: Progress | None,
+    ) -> Drawing:
+        """What a user asks for, checked.
+
+        Raises:
+            UserError: for labels or controls that the model does not have.
+        """
+        controls = controls or Controls()
+        model.head.check(controls)
+        if labels is not None:
+            check_labels(model, labels)
+        elif controls.guidance != 1:
+            raise UserError(
+                f"guidance={controls.guidance} needs labels to guide towards; add label=."
+            )
+        return cls(seed, controls, None if labels is None else tuple(labels), progress)
+
+    @property
+    def copies(self) -> int:
+        """Rows that an image takes: two with guidance, one with and one without its label."""
+        return 1 if self.controls.guidance == 1 else 2
+
+    def labels_of(self, images: Sequence[int], rows: int) -> Int64[Tensor, "b"] | None:
+        """Labels of the images, repeated to fill the rows, then those of the second half."""
+        if self.labels is None:
+            return None
+        own = np.resize([self.labels[image % len(self.labels)] for image in images], rows)
+        copies = np.full(rows * (self.copies - 1), NO_LABEL)
+        return torch.from_numpy(np.concatenate([own, copies]).astype(np.int64))
+
+
+def check_labels(model: ImageTransformer, labels: Sequence[int]) -> None:
+    """Refuse labels that the model does not know.
+
+    Raises:
+        UserError: for those.
+    """
+    if model.n_classes is None:
+        raise UserError(
+            "this model was trained without labels, so none can be asked for; train one with "
+            "model.conditional=true."
+        )
+    if not labels:
+        raise UserError("labels is empty; give at least one.")
+    for label in labels:
+        if not NO_LABEL <= label < model.n_classes:
+            raise UserError(
+                f"label={label} is unknown; the model has labels 0 to {model.n_classes - 1}."
+            )

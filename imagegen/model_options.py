@@ -1,0 +1,33 @@
+"""From the groups of a training configuration to the arguments of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from imagegen.data.base import ImageDataset
+from imagegen.errors import UserError
+
+
+def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str, Any]:
+    """The arguments of `ImageTransformer` but for the images' spec, as plain containers.
+
+    Args:
+        config: a composed `conf/train.yaml`, as plain containers; the groups `model`, `attention`
+            and `head` matter.
+        dataset: gives the number of classes to `model.conditional=true`, and is prepared for that.
+
+    Raises:
+        UserError: for a conditional model of data without labels.
+    """
+    model = {**config["model"], "attention": config["attention"], "head": config["head"]}
+    if model.pop("conditional"):
+        # The names of an image folder's classes are known once it is prepared.
+        dataset.prepare()
+        if dataset.class_names is None:
+            raise UserError(
+                f"model.conditional=true needs labels, but data set {dataset.name} has none; give "
+                "an image folder with a sub-folder for each class, or leave it false."
+            )
+        model["n_classes"] = len(dataset.class_names)
+    return model

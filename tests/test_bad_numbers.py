@@ -1,0 +1,132 @@
+"""A loss or gradient that is no number stops a run, or its step is left out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Callback
+
+import train
+from imagegen.checkpoint import load_checkpoint
+from imagegen.training import ImageModule
+from tests.test_run import SMALL
+
+
+class Poison(Callback):
+    """Spoils a gradient (or the loss of the validation) in some steps, and keeps the weights."""
+
+    steps: tuple[int, ...] = ()
+    value = float("nan")
+    validation = False
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: ImageModule) -> None:
+        self.weights.append(pl_module.model.norm.weight.detach().clone())
+        if trainer.global_step in Poison.steps:
+            gradient = pl_module.model.norm.weight.grad
+            assert gradient is not None
+            gradient[0] = Poison.value
+
+    def on_validation_start(self, trainer: Any, pl_module: ImageModule) -> None:
+        if Poison.validation:
+            pl_module.model.norm.weight.data.fill_(float("nan"))
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
+    poison = Poison()
+    monkeypatch.setattr("tests.test_bad_numbers.make", lambda: poison, raising=False)
+    monkeypatch.setattr(Poison, "steps", (3,))
+    return poison
+
+
+def _train(monkeypatch: pytest.MonkeyPatch, run: Path, *options: str) -> int:
+    poisoned = "+callbacks.poison._target_=tests.test_bad_numbers.make"
+    arguments = [*SMALL, "trainer.max_epochs=1", poisoned, f"hydra.run.dir={run}", *options]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    try:
+        train.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_stop_names_step_images_and_checkpoint(
+    poison: Poison,
+    value: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Poison, "value", value)
+    assert _train(monkeypatch, tmp_path / "run") == 1
+    error = capsys.readouterr().err
+    assert (
+        "error: the loss or a gradient is not a number at step 4, with the training images ["
+        in error
+    )
+    assert "no checkpoint has been written yet" in error
+    assert "on_nan=skip" in error
+    assert "Traceback" not in error
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("failed", 3)
+    # What the failed run leaves is the state before the bad step.
+    kept = load_checkpoint(tmp_path / "run" / "checkpoints/last.ckpt").model.norm.weight
+    assert torch.equal(kept, poison.weights[-1])
+
+
+def test_skip_leaves_the_step_out(
+    poison: Poison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _train(monkeypatch, tmp_path / "run", "on_nan=skip") == 0
+    assert "not a number at step 4" in capsys.readouterr().out
+    assert torch.equal(poison.weights[3], poison.weights[4])
+    assert not torch.equal(poison.weights[4], poison.weights[5])
+    assert "train/skipped_steps" in (tmp_path / "run" / "metrics.csv").read_text()
+    assert load_checkpoint(tmp_path / "run").model.norm.weight.isfinite().all()
+
+
+def test_skipping_has_an_end(
+    poison: Poison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Poison, "steps", tuple(range(100)))
+    options = ("on_nan=skip", "trainer.limit_train_batches=20")
+    assert _train(monkeypatch, tmp_path / "run", *options) == 1
+    assert "for the 10th time in a row" in capsys.readouterr().err
+
+
+def test_a_diverged_validation_stops(
+    poison: Poison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Poison, "steps", ())
+    monkeypatch.setattr(Poison, "validation", True)
+    options = ("callbacks.grids.n_samples=0", "callbacks.grids.n_completed=0")
+    assert _train(monkeypatch, tmp_path / "run", *options) == 1
+    assert "the validation after step 6 gives nan bits/dim" in capsys.readouterr().err
+
+
+def test_other_policies_are_refused(
+    poison: Poison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _train(monkeypatch, tmp_path / "run", "on_nan=ignore") == 1
+    assert "on_nan=ignore is unknown; it can be stop or skip" in capsys.readouterr().err

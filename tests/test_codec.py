@@ -1,0 +1,132 @@
+"""`python -m imagegen.codec`: the size of the code is the likelihood, and images come back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from imagegen import codec
+from imagegen.cli import compose
+from imagegen.coding import decode, encode
+from imagegen.data.digits import Digits
+from imagegen.errors import UserError
+from imagegen.spec import ImageSpec
+from tests.helpers import (
+    read,
+    save_colour_checkpoint,
+    save_tiny_checkpoint,
+    tiny_model,
+    write_image,
+)
+
+pytest.importorskip("constriction", reason="needs the extra codec")
+
+
+@pytest.mark.parametrize("tokens", ["subpixel", "pixel"])
+def test_code_is_as_long_as_the_likelihood_says(tokens: str) -> None:
+    spec = ImageSpec(4, 6, 3)
+    model = tiny_model(
+        spec, tokens=tokens, embedding={"_target_": "imagegen.embedding.Neighbourhood"}
+    )
+    images = (
+        np.random.default_rng(0).normal(128, 20, (70, *spec.shape)).clip(0, 255).astype(np.uint8)
+    )
+    done: list[float] = []
+    words = encode(model, images, done.append)
+    bits = model.bits_per_dim(torch.from_numpy(images)).double().sum().item() * spec.dims
+    # Rounded up to a word, and probabilities are rounded to 24 bits.
+    assert bits - 1 <= 32 * len(words) <= bits * 1.002 + 64
+    assert np.array_equal(decode(model, words, 70), images)
+    assert sum(done) == pytest.approx(70)
+
+
+def compress(*options: str) -> Path:
+    return codec.compress(compose("compress", ["device=cpu", *options]))
+
+
+def decompress(*options: str) -> Path:
+    return codec.decompress(compose("decompress", ["device=cpu", *options]))
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("codec") / "tiny.ckpt")
+
+
+def test_round_trip_of_a_split(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from imagegen.images import from_display
+
+    out = compress(f"ckpt={ckpt}", "limit=20", f"out={tmp_path / 'digits.igc'}")
+    size = out.stat().st_size
+    assert f"20 images in {size} bytes, {size / 160:.4f} bits/dim" in capsys.readouterr().out
+    folder = decompress(f"ckpt={ckpt}", f"file={out}", f"out={tmp_path / 'back'}")
+    images = np.stack([read(path) for path in sorted(folder.iterdir())])
+    assert np.array_equal(from_display(images, 17), Digits().split("test").images[:20])
+
+
+def test_round_trip_of_photographs(tmp_path: Path) -> None:
+    ckpt = save_colour_checkpoint(tmp_path)
+    out = compress(
+        f"ckpt={ckpt}", f"images={tmp_path / 'photos'}", f"out={tmp_path / 'photos.igc'}"
+    )
+    folder = decompress(f"ckpt={ckpt}", f"file={out}", f"out={tmp_path / 'back'}")
+    for index in range(10):
+        assert np.array_equal(
+            read(folder / f"{index:05d}.png"), read(tmp_path / f"photos/{index}.png")
+        )
+
+
+def test_refusals(ckpt: Path, tmp_path: Path) -> None:
+    out = compress(f"ckpt={ckpt}", "limit=3", f"out={tmp_path / 'digits.igc'}")
+    other = save_tiny_checkpoint(tmp_path / "other.ckpt", seed=1)
+    content = out.read_bytes()
+    back = f"out={tmp_path / 'back'}"
+
+    def damaged(name: str, content: bytes) -> str:
+        (tmp_path / name).write_bytes(content)
+        return f"file={tmp_path / name}"
+
+    for options, sentence in (
+        ([f"ckpt={other}", f"file={out}", back], "compressed with another checkpoint"),
+        ([f"ckpt={ckpt}", damaged("cut", content[:-3]), back], "is damaged: it was cut off"),
+        ([f"ckpt={ckpt}", damaged("short", content[:40]), back], "do not come back"),
+        ([f"ckpt={ckpt}", damaged("png", b"PNG" * 9), back], "is not a file that"),
+        ([f"ckpt={ckpt}", damaged("new", b"IGC\x09" + content[4:]), back], "has format 9, newer"),
+        ([f"ckpt={ckpt}", f"file={tmp_path / 'none'}", back], "cannot be read"),
+        ([f"ckpt={ckpt}", back], "file is missing"),
+        ([f"ckpt={ckpt}", f"file={out}"], "out is missing"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            decompress(*options)
+        assert not (tmp_path / "back").exists()
+    for options, sentence in (
+        ([f"ckpt={ckpt}"], "out is missing"),
+        ([f"ckpt={ckpt}", "split=all", back], "split=all is unknown"),
+        ([f"ckpt={ckpt}", f"images={tmp_path / 'none'}", back], "does not exist"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            compress(*options)
+        assert not (tmp_path / "back").exists()
+
+
+def test_the_command(
+    ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_image(tmp_path / "one.png", (8, 8))
+    arguments = ["compress", f"ckpt={ckpt}", f"images={tmp_path / 'one.png'}"]
+    monkeypatch.setattr(sys, "argv", ["codec", *arguments, f"out={tmp_path / 'one.igc'}"])
+    codec.main()
+    assert (tmp_path / "one.igc").exists()
+    monkeypatch.setattr(sys, "argv", ["codec", "expand"])
+    with pytest.raises(SystemExit):
+        codec.main()
+    assert "error: expand is unknown; type compress or decompress" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["codec"])
+    codec.main()
+    assert "python -m imagegen.codec compress" in capsys.readouterr().out
