@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from imagegen import verify
 from imagegen.attention.linear import LinearAttention
 from imagegen.attention.softmax import SoftmaxAttention
-from imagegen.cli import compose
+from imagegen.cli import PROJECT_ROOT, compose
 from imagegen.errors import UserError
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 from imagegen.model import ImageTransformer, ModelState
@@ -303,3 +304,19 @@ def test_growing_mechanisms_are_known() -> None:
     after = model.step(None, dataclasses.replace(state))[1]
     assert after.nbytes > state.nbytes
     assert isinstance(model.blocks[0].attention, SoftmaxAttention)
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, imagegen.export, imagegen.verify;"
+        "print({'torch', 'onnx', 'safetensors', 'lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PROJECT_ROOT,
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("set()\n", "")
