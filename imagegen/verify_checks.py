@@ -202,13 +202,13 @@ def nothing_later_is_seen(model: ImageTransformer, sequence: Tensor) -> Check:
     leaks, tested = 0, _spread(length, POSITIONS)
     expected = model.parameters_of(sequence[:1])
     for position in tested:
-        changed = sequence[:1].clone()
+        changed = sequence[:1].int()
         changed[:, position:] = (changed[:, position:] + 1 + position) % model.spec.levels
         until = slice(0, position + 1)
         # NaNs are counted where weights are.
         before, after = (
             torch.nan_to_num(parameters[:, until])
-            for parameters in (expected, model.parameters_of(changed))
+            for parameters in (expected, model.parameters_of(changed.byte()))
         )
         leaks += not torch.equal(before, after)
     return Check(CAUSALITY, f"{leaks} of {len(tested)} positions leak", "0", leaks == 0)
