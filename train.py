@@ -9,11 +9,12 @@ from imagegen.resume import refuse_used_folder, rewrite_resume
 
 
 @hydra_entry("train", rewrite=rewrite_resume, check=refuse_used_folder)
-def main(config: DictConfig) -> None:
-    """Train into the run folder."""
+def main(config: DictConfig) -> float | None:
+    """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
     from imagegen.run import train
 
-    train(config)
+    best: float | None = train(config)["best_bits_per_dim"]
+    return best
 
 
 if __name__ == "__main__":

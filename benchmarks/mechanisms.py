@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -76,6 +77,11 @@ def _data(table: str) -> list[str]:
     if table == "digits" or root is None:
         return []
     return [f"dataset.root={root}", "dataset.download=false"]
+
+
+def _plain(name: str) -> str:
+    """The name as part of a file name that needs no quoting."""
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def speed(table: str, out: Path, rounds: int) -> None:
@@ -155,7 +161,7 @@ def train(table: str, out: Path, jobs: int, only: str | None) -> None:
 
 
 def _train_one(table: str, out: Path, name: str, seed: int, core: int | None) -> None:
-    folder = out / f"{table}-{name.replace(' ', '_').replace(',', '')}-seed{seed}"
+    folder = out / f"{table}-{_plain(name)}-seed{seed}"
     if (folder / "test.json").exists():
         return
     limits = []
@@ -199,7 +205,7 @@ def table_of(table: str, out: Path) -> str:
         cells = [name]
         steps = ""
         for seed in seeds:
-            folder = out / f"{table}-{name.replace(' ', '_').replace(',', '')}-seed{seed}"
+            folder = out / f"{table}-{_plain(name)}-seed{seed}"
             if not (folder / "test.json").exists():
                 cells.append("not run")
                 continue

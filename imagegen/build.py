@@ -6,12 +6,21 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from imagegen.errors import UserError
 
 T = TypeVar("T")
 
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    NoneType: "null",
+}
 _TARGET = re.compile(r"imagegen(\.[a-z_][a-z0-9_]*)+\.[A-Z][A-Za-z0-9]*")
 
 
@@ -44,40 +53,65 @@ def build(config: Mapping[str, Any], base: type[T], **kwargs: Any) -> T:
     """Build an instance of `config["_target_"]` with the config's other entries and `kwargs`.
 
     Raises:
-        UserError: for a target outside this package, or options that the class does not know.
+        UserError: for a target outside this package, options that the class does not know, or
+            values that are not of the kind that it takes.
     """
     options = {key: value for key, value in config.items() if key != "_target_"}
     cls = resolve_target(config.get("_target_"), base)
     known = _parameters(cls)
     given = {**options, **kwargs}
     unknown = [name for name in options if name not in known]
-    missing = [name for name, needed in known.items() if needed and name not in given]
+    missing = [name for name, option in known.items() if option.needed and name not in given]
     if unknown or missing:
         problem = f"does not know {unknown[0]}" if unknown else f"needs {missing[0]}"
         offered = [name for name in known if name not in kwargs]
         raise UserError(
             f"{cls.__name__} {problem}; its options are {', '.join(offered) or 'none'}."
         )
+    for name, value in given.items():
+        kinds = _kinds(known[name].hint) if name in known else ()
+        if kinds and not any(_is(value, kind) for kind in kinds):
+            wanted = " or ".join(_WORDS[kind] for kind in kinds)
+            raise UserError(f"{cls.__name__} takes {name} as {wanted}, not {value!r}.")
     return cls(**given)
 
 
-def _parameters(cls: type) -> dict[str, bool]:
-    """Names that the constructor takes, and whether each must be given.
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The kinds of value that an annotation admits, if it is made of plain ones only."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return kinds if all(kind in _WORDS for kind in kinds) else ()
+
+
+def _is(value: object, kind: Any) -> bool:
+    if kind in (int, float):
+        number = Integral if kind is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+class _Option(NamedTuple):
+    needed: bool
+    hint: Any
+
+
+def _parameters(cls: type) -> dict[str, _Option]:
+    """What the constructor takes: names, whether each must be given, and annotations.
 
     A constructor with **context passes what it does not know on to that of the class it extends.
     """
-    names: dict[str, bool] = {}
+    names: dict[str, _Option] = {}
     for ancestor in cls.__mro__:
         if "__init__" not in vars(ancestor):
             continue
         passes_on = False
-        for name, parameter in list(
-            inspect.signature(vars(ancestor)["__init__"]).parameters.items()
-        )[1:]:
+        constructor = vars(ancestor)["__init__"]
+        hints = get_type_hints(constructor)
+        for name, parameter in list(inspect.signature(constructor).parameters.items())[1:]:
             if parameter.kind is parameter.VAR_KEYWORD:
                 passes_on = True
             elif parameter.kind is not parameter.VAR_POSITIONAL:
-                names.setdefault(name, parameter.default is parameter.empty)
+                option = _Option(parameter.default is parameter.empty, hints.get(name))
+                names.setdefault(name, option)
         if not passes_on:
             break
     return names

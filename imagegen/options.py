@@ -1,4 +1,4 @@
-"""Read what a user typed for `sample.py` and `imagegen.evaluate`: values checked, then typed.
+"""Read what a user typed for `sample.py`, `imagegen.evaluate`, …: values checked, then typed.
 
 Each check raises a `UserError` of one sentence that names the option and what it takes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +42,14 @@ def whole_number(value: object, name: str, least: int, most: int | None = None) 
 def optional_whole_number(value: object, name: str, least: int) -> int | None:
     """`value` as an int of at least `least`; None stays None."""
     return None if value is None else whole_number(value, name, least)
+
+
+def positive_number(value: object, name: str) -> float:
+    """A finite number above 0."""
+    number = _real(value)
+    if number is None or not math.isfinite(number) or number <= 0:
+        raise UserError(f"{name}={_typed(value)}, but it must be a number above 0.")
+    return number
 
 
 def temperature_value(value: object, name: str = "temperature") -> float:
@@ -220,6 +229,15 @@ def describe(spec: ImageSpec) -> str:
     """A spec in words, such as "28x28 pixels, 1 channel, 256 levels"."""
     channels = f"{spec.channels} channel" + ("s" if spec.channels > 1 else "")
     return f"{spec.height}x{spec.width} pixels, {channels}, {spec.levels} levels"
+
+
+def out_folder(value: object, parent: str) -> Path:
+    """The `out` option: absolute path of a folder, `<parent>/<date>-<time>` for null."""
+    if value is None:
+        return absolute(Path(parent) / f"{datetime.now():%Y-%m-%d-%H%M%S}")
+    if not str(value).strip():
+        raise UserError(f"out is empty; name a folder, such as out={parent}/first.")
+    return absolute(str(value))
 
 
 def absolute(path: str | Path) -> Path:

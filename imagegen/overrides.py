@@ -25,6 +25,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from imagegen.errors import UserError
+from imagegen.sweeps import PLUGINS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -145,6 +146,13 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
         if unused:
             raise UserError(
                 f"{unused[1]} is no option of {config_name}; --help lists what it takes."
+            ) from error
+        plugin = re.search(r"Could not find '(hydra/(?:launcher|sweeper)/\w+)'", text)
+        if plugin and plugin[1] in PLUGINS:
+            extra, package = PLUGINS[plugin[1]]
+            raise UserError(
+                f"this sweep needs the package {package}; install it with "
+                f"pip install -e '.[{extra}]'."
             ) from error
         raise UserError(f"the configuration cannot be composed: {text}") from error
 

@@ -1,8 +1,9 @@
-"""Where a result comes from: the checkpoint's SHA-256 and the versions that made it."""
+"""Where a result comes from: the checkpoint's SHA-256, the versions and the commit."""
 
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,3 +70,15 @@ def versions() -> dict[str, str]:
     import imagegen
 
     return {"imagegen_version": imagegen.__version__, "torch_version": str(torch.__version__)}
+
+
+def commit() -> str | None:
+    """Commit of the clone that runs, with "-dirty" where files differ; None outside a clone."""
+    from imagegen.cli import PROJECT_ROOT
+
+    asked = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run([*asked, "--abbrev=40"], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

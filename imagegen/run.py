@@ -37,6 +37,7 @@ from imagegen.model_options import model_options
 from imagegen.output import write_atomic
 from imagegen.resume import claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
+from imagegen.sweeps import sweep_group
 from imagegen.training import ImageModule, OptimizerFactory
 
 MAX_SEED = 2**32 - 1
@@ -105,6 +106,8 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
         raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {MAX_SEED}.")
     seed_everything(cfg.seed, workers=True, verbose=False)
 
+    if config["logger"].get("group", "") is None:
+        config["logger"]["group"] = sweep_group()
     dataset = build(config["dataset"], ImageDataset)
     described = model_options(config, dataset)
     resumed = _resume_state(cfg.resume, described, dataset)

@@ -150,12 +150,17 @@ def _overrides(path: Path) -> tuple[str, ...]:
 
 
 def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
-    """One line a run."""
+    """One line a run; what all of them have in common stands above."""
     from rich.console import Console
     from rich.table import Table
 
     from imagegen.durations import format_seconds
 
+    common: set[str] = set()
+    if len(runs) > 1:
+        common = set.intersection(*(set(run.overrides) for run in runs))
+        if common:
+            print("all:", " ".join(text for text in runs[0].overrides if text in common))
     table = Table()
     table.add_column("run", overflow="fold")
     table.add_column("options", overflow="fold")
@@ -165,7 +170,7 @@ def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
     for run in runs:
         table.add_row(
             _shown(run.folder, roots),
-            " ".join(run.overrides),
+            " ".join(text for text in run.overrides if text not in common),
             "" if run.best is None else f"{run.best:.4f}",
             f"{run.steps:,}",
             "" if run.seconds is None else format_seconds(run.seconds),

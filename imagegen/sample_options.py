@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ class SampleOptions:
         return cls(
             task=task,
             ckpt=opt.checkpoint_path(config["ckpt"]),
-            out=_out_folder(config["out"]),
+            out=opt.out_folder(config["out"], "samples"),
             n=opt.optional_whole_number(config["n"], "n", 1),
             seed=opt.whole_number(config["seed"], "seed", 0, opt.MAX_SEED),
             controls=controls,
@@ -80,14 +79,6 @@ class SampleOptions:
             dataset=config["dataset"] or {},
             **_visible(config["visible"], config["visible_rows"]),
         )
-
-
-def _out_folder(value: object) -> Path:
-    if value is None:
-        return opt.absolute(Path("samples") / f"{datetime.now():%Y-%m-%d-%H%M%S}")
-    if not str(value).strip():
-        raise UserError("out is empty; name a folder, such as out=samples/first.")
-    return opt.absolute(str(value))
 
 
 def _visible(visible: object, visible_rows: object) -> dict[str, Any]:

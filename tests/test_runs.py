@@ -93,3 +93,16 @@ def test_damaged_files_do_not_matter(tmp_path: Path) -> None:
     (run / ".hydra" / "overrides.yaml").write_text("{: ]")
     (found,) = find_runs([tmp_path])
     assert (found.state, found.best, found.steps, found.overrides) == ("crashed", None, 0, ())
+
+
+def test_what_all_have_in_common_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    for seed in (0, 1):
+        _make(tmp_path / str(seed), "finished", 2.0, ["dataset=mnist", f"seed={seed}"])
+    assert main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("all: dataset=mnist\n")
+    assert printed.count("dataset=mnist") == 1
+    assert "seed=0" in printed

@@ -6,6 +6,7 @@ Axes: `b` batch, `n` position, `h` head, `d` query/key feature, `m` value featur
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,10 +57,11 @@ class DecayAttention(CausalAttention[DecayState]):
 
     Args:
         chunk_size: longest chunk of the parallel form, a power of two.
+        norm_eps: added to the variance, or the mean square, in the norm of the output.
         context: see `CausalAttention`.
 
     Raises:
-        UserError: for a chunk size that is not a power of two.
+        UserError: for a chunk size that is not a power of two, or a norm_eps not above 0.
     """
 
     key_dim: int
@@ -74,12 +76,16 @@ class DecayAttention(CausalAttention[DecayState]):
         head_dim: int | None = None,
         *,
         chunk_size: int = DEFAULT_CHUNK,
+        norm_eps: float = 1e-5,
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise UserError(f"attention.chunk_size={chunk_size} must be a power of two.")
+        if not 0 < norm_eps < math.inf:
+            raise UserError(f"attention.norm_eps={norm_eps} must be above 0.")
         self.chunk_size = chunk_size
+        self.norm_eps = norm_eps
 
     @abstractmethod
     def _inputs(self, x: Float[Tensor, "b n e"], state: DecayState) -> Inputs:
@@ -130,7 +136,7 @@ class DecayAttention(CausalAttention[DecayState]):
     def _features(self, name: str, factor: float) -> int:
         """head_dim times the option `name`."""
         result = factor * self.head_dim
-        if result < 1 or result != round(result):
+        if not 1 <= result < math.inf or result != round(result):
             raise UserError(
                 f"attention.{name}={factor} times head_dim={self.head_dim} makes {result:g} "
                 "features a head, which must be a whole number of at least 1; "

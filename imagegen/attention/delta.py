@@ -6,6 +6,7 @@ Axes: `b` batch, `n` position, `h` head, `d` query/key feature, `m` value featur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +75,12 @@ class DeltaNet(CausalAttention[DeltaState]):
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise UserError(f"attention.chunk_size={chunk_size} must be a power of two.")
         value_dim = expand_v * self.head_dim
-        if value_dim < 1 or value_dim != round(value_dim):
+        if not 1 <= value_dim < math.inf or value_dim != round(value_dim):
             raise UserError(
                 f"attention.expand_v={expand_v} times head_dim={self.head_dim} must be a whole "
                 f"number of at least 1, but is {value_dim:g}; change one of the two."
             )
-        if not norm_eps > 0:
+        if not 0 < norm_eps < math.inf:
             raise UserError(f"attention.norm_eps={norm_eps} must be above 0.")
         self.chunk_size = chunk_size
         self.value_dim = round(value_dim)

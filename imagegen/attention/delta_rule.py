@@ -5,7 +5,7 @@ a value v, a writing strength beta and a decay alpha:
 
 - S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T: the delta rule (Schlag et al., 2021);
 - S_t = (I - beta_t k_t k_t^T) alpha_t S_{t-1} + beta_t k_t v_t^T: gated, alpha one number a head
-  (Yang, Kautz and Hatamizadeh, 2024, eq. 10);
+  (Yang, Kautz and Hatamizadeh, 2025, eq. 10);
 - S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T: alpha one number a feature
   of the key (Kimi Linear, 2025, eq. 1).
 
@@ -40,7 +40,7 @@ def chunked_delta_rule(
     s: Float[Tensor, "b h d m"],
     chunk_size: int = DEFAULT_CHUNK,
 ) -> tuple[Float[Tensor, "b h n m"], Float[Tensor, "b h d m"]]:
-    """The delta rule over a sequence, in chunks (Yang et al., 2024, section 3).
+    """The delta rule over a sequence, in chunks (Yang et al., 2024, sections 3.1 and 3.2).
 
     Within a chunk that starts from S_0, let G_ri = prod_{i<j<=r} alpha_j and G_r that from the
     chunk's start. Every state is a decayed S_0 and a sum of outer products (the WY representation),

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from imagegen.errors import UserError
@@ -25,8 +27,24 @@ def elu(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
     Written without the cancellation of (exp(x) - 1) + 1, which loses strongly negative inputs in
     low precision, and so that neither part can overflow under the other's gradient.
     """
-    positive = torch.relu(x)
-    return positive + (x - positive).exp()
+    return _Elu.apply(x)
+
+
+class _Elu(torch.autograd.Function):
+    """`elu`, which keeps its output alone: the derivative is min(elu(x), 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = torch.relu(x)
+        y = (x - positive).exp_().add_(positive)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y.clamp(max=1).mul_(gradient)
 
 
 def relu(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
@@ -43,7 +61,7 @@ def polynomial2(x: Float[Tensor, "... d"]) -> Float[Tensor, "... f"]:
 
 
 def taylor2(x: Float[Tensor, "... d"]) -> Float[Tensor, "... f"]:
-    """exp(s) to second order, 1 + s + s^2 / 2 with s = q^T k / sqrt(d) (Arora et al., 2024, BASED).
+    """BASED (Arora et al., 2024, eq. 4): exp(s) as 1 + s + s^2 / 2 with s = q^T k / sqrt(d).
 
     It has 1 + d + d (d + 1) / 2 features, the paper's 1 + d + d^2 with equal products joined, and
     is at least 1/2. The paper keeps d small, at 16.
@@ -140,10 +158,10 @@ class Favor(FeatureMap):
 class Fourier(FeatureMap):
     """Random Fourier features of the Gaussian kernel on unit vectors (Peng et al., 2021, RFA).
 
-    phi(x) = (sin w_1^T x, ..., sin w_D^T x, cos w_1^T x, ..., cos w_D^T x) / sqrt(D) (theorem 1)
-    for x = q / |q| or k / |k|, with w = sigma * w', w' drawn from N(0, I) once for each head and
-    sigma learned, from 1, for each head and input feature. Its scores estimate
-    exp(-|sigma * (x - y)|^2 / 2), which is exp(x^T y) up to a factor for sigma = 1.
+    phi(x) = (sin w_1^T x, ..., sin w_D^T x, cos w_1^T x, ..., cos w_D^T x) / sqrt(D), the features
+    of Rahimi and Recht (2007), for x = q / |q| or k / |k|, with w = sigma * w', w' drawn from
+    N(0, I) once for each head and sigma learned, from 1, for each head and input feature. Its
+    scores estimate exp(-|sigma * (x - y)|^2 / 2), which is exp(x^T y) up to a factor for sigma = 1.
 
     They may be negative, and so may the normaliser. As in the authors' code it is clamped from
     below; here at 0.1, a little less than exp(-2), the least that a single key adds for sigma = 1,

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024) and Kimi Delta Attention (Kimi Linear, 2025).
+"""Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2025) and Kimi Delta Attention (Kimi Linear, 2025).
 
 Axes: `b` batch, `n` position, `h` head, `a` decays of a head (1 or `d`, its key features),
 `e` model width.
@@ -30,8 +30,8 @@ class GatedDeltaNet(DeltaNet):
         log alpha_t = -exp(A) softplus(W x_t + dt)                  A, dt: one a head
         y_t = W_o (RMSNorm(o_t) * SiLU(W_g x_t))
 
-    `gate=channel` is Kimi Delta Attention, eq. 1 and section 4, a decay for every feature of the
-    key; the projections of both gates have the rank of a head, and the output gate is a sigmoid:
+    `gate=channel` is Kimi Delta Attention, eq. 1 and 10, a decay for every feature of the key; the
+    projections of both gates have the rank of a head, and the output gate is a sigmoid:
 
         S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,   o_t = S_t^T q_t
         log alpha_t = -exp(A) softplus(W'' W' x_t + dt)             A one a head, dt one a feature

@@ -1,11 +1,11 @@
 """Gated linear attention (Yang et al., 2023): each key feature forgets at its own, learned rate.
 
-The paper's equations (sections 4.1, 4.2 and 4.4), for one head:
+The paper's equations, for one head:
 
-    S_t = (alpha_t^T 1) * S_(t-1) + k_t^T v_t,  o_t = q_t S_t
-    O = (P * M) V,  P_ij = sum_k Q_ik K_jk exp(log B_ik - log B_jk) where i >= j,
-        b_t = alpha_1 ... alpha_t
-    alpha_t = sigmoid(x_t W_alpha^1 W_alpha^2 + b_alpha)^(1 / tau)
+    S_t = (alpha_t^T 1) * S_(t-1) + k_t^T v_t,  o_t = q_t S_t                      (3)
+    O = (P * M) V,  P_ij = sum_k Q_ik K_jk exp(log B_ik - log B_jk) where i >= j   (4)
+        with b_t = alpha_1 ... alpha_t
+    alpha_t = sigmoid(x_t W_alpha^1 W_alpha^2 + b_alpha)^(1 / tau)                 (section 4.4)
     r_t = swish(x_t W_r + b_r),  y_t = (r_t * Concat(LN(o^1_t), ..., LN(o^H_t))) W_O
 
 The difference of logarithms in P, unsafe where a decay is strong, is what the secondary chunking of
@@ -39,7 +39,6 @@ class GatedLinearAttention(DecayAttention):
         output_gate: whether the output is gated by r_t.
         conv_size: positions that a short convolution over queries, keys and values sees; 0, as in
             the paper, for none.
-        norm_eps: added to the variance in the norm.
         context: see `DecayAttention`.
 
     Raises:
@@ -60,7 +59,6 @@ class GatedLinearAttention(DecayAttention):
         output_norm: bool = True,
         output_gate: bool = True,
         conv_size: int = 0,
-        norm_eps: float = 1e-5,
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
@@ -77,7 +75,7 @@ class GatedLinearAttention(DecayAttention):
         self.decay = nn.Sequential(
             nn.Linear(d_model, gate_rank, bias=False), nn.Linear(gate_rank, keys)
         )
-        self.norm = nn.LayerNorm(self.value_dim, eps=norm_eps) if output_norm else None
+        self.norm = nn.LayerNorm(self.value_dim, eps=self.norm_eps) if output_norm else None
         self.gate = nn.Linear(d_model, values) if output_gate else None
         self.out = nn.Linear(values, d_model, bias=False)
 

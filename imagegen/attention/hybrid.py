@@ -28,8 +28,9 @@ class HybridAttention(CausalAttention[AttentionState]):
     a local one. The output and the state are the mechanism's own.
 
     Args:
-        pattern: for each layer of the repeated block the name of a mechanism with its default
-            options, such as `linear`, or its name and options, such as {name: local, window: 16}.
+        pattern: list with, for each layer of the repeated block, the name of a mechanism with its
+            default options, such as `linear`, or its name and options, such as
+            {name: local, window: 16}.
         context: see `CausalAttention`; the mechanism receives the index of its layer in the model.
 
     Raises:
@@ -42,11 +43,11 @@ class HybridAttention(CausalAttention[AttentionState]):
         n_heads: int,
         head_dim: int | None = None,
         *,
-        pattern: Sequence[Any] = ("linear", "linear", "softmax"),
+        pattern: Any = ("linear", "linear", "softmax"),
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
-        if isinstance(pattern, str) or not pattern:
+        if isinstance(pattern, str) or not isinstance(pattern, Sequence) or not pattern:
             raise UserError(
                 f"attention.pattern={pattern or '[]'} must list at least one mechanism, "
                 "such as [linear,linear,softmax]."
@@ -98,7 +99,7 @@ def _config(entry: object) -> dict[str, Any]:
 def _mechanism(name: object) -> type[CausalAttention[Any]] | None:
     """The mechanism called `name`: the one class of its kind in imagegen/attention/<name>.py."""
     modules = {module.name for module in pkgutil.iter_modules(imagegen.attention.__path__)}
-    if name not in modules or name == "hybrid":
+    if not isinstance(name, str) or name not in modules or name == "hybrid":
         return None
     module = importlib.import_module(f"imagegen.attention.{name}")
     for _, found in inspect.getmembers(module, inspect.isclass):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.attention.feature_maps import build_feature_map
+from imagegen.attention.linear_chunks import LinearChunks
 from imagegen.errors import UserError
 
 DEFAULT_CHUNK = 64
@@ -27,7 +28,7 @@ Watch = Callable[[Tensor], None]
 
 @dataclass
 class LinearState(AttentionState):
-    """S = sum phi(k) v^T and z = sum phi(k) (eq. 18 and 19), float32 at least.
+    """S = sum phi(k) v^T and z = sum phi(k) (eq. 10 and 11), float32 at least.
 
     For feature maps whose keys come with a scale, S and z lack the factor exp(scale), where `scale`
     is the largest one so far.
@@ -66,43 +67,40 @@ def chunked_linear_attention(
         floor: the normaliser is clamped to this from below, and `eps` is not added.
         watch: called with the normalisers "b h n".
     """
-    length = q.shape[2]
+    batch, heads, length, features = q.shape
     n_chunks = math.ceil(length / chunk_size)
     chunk = math.ceil(length / n_chunks)
-    # The padding follows the feature map, for phi(0) is not 0 and would count in the normaliser.
-    padding = (0, 0, 0, n_chunks * chunk - length)
-    q, k, v = (
-        rearrange(F.pad(t, padding), "b h (c l) f -> b h c l f", c=n_chunks) for t in (q, k, v)
-    )
-    scores = (q @ k.mT).tril()
-    decay = last = None
+    padding = (0, n_chunks * chunk - length)
+    if state is None:
+        s = q.new_zeros(batch, heads, features, v.shape[-1])
+        z, before = q.new_zeros(batch, heads, features), None
+    else:
+        s, z, before = state.s, state.z, state.scale
+
+    def chunks(t: Tensor) -> Tensor:
+        """Of "b h n ..." to "g l ..."."""
+        return t.contiguous().view(batch * heads * n_chunks, chunk, *t.shape[3:])
+
+    scales: tuple[Tensor, ...] = ()
     if scale is not None:
         lowest = torch.finfo(scale.dtype).min
-        before = None if state is None else state.scale
         if before is None:
             before = scale.new_full(scale.shape[:2], lowest)
-        scale = F.pad(scale, padding[2:], value=lowest)
+        scale = F.pad(scale, padding, value=lowest)
         largest = torch.cat([before.unsqueeze(2), scale], dim=2).cummax(dim=2).values
-        last = largest[:, :, -1]
-        scale, now = (
-            rearrange(t, "b h (c l) -> b h c l", c=n_chunks) for t in (scale, largest[:, :, 1:])
-        )
-        entry, end = largest[:, :, :-1:chunk].unsqueeze(-1), now[..., -1:]
-        # Clamped for the later positions alone, which tril has masked.
-        scores = scores * (scale.unsqueeze(-2) - now.unsqueeze(-1)).clamp(max=0).exp()
-        q = q * (entry - now).exp().unsqueeze(-1)
-        k = k * (scale - end).exp().unsqueeze(-1)
-        decay = (entry - end).exp()
-
-    s_before = _states(k.mT @ v, None if state is None else state.s, decay)
-    z_before = _states(k.sum(dim=-2), None if state is None else state.z, decay)
-    numerator = scores @ v + q @ s_before[:, :, :-1]
-    normalizer = scores.sum(dim=-1) + (q @ z_before[:, :, :-1].unsqueeze(-1)).squeeze(-1)
+        before = largest[:, :, -1]
+        scales = (chunks(scale), chunks(largest[:, :, 1:]), largest[:, :, :-1:chunk].flatten())
+    # The padding follows the feature map, for phi(0) is not 0 and would count in the normaliser.
+    if padding[1]:
+        q, k, v = (F.pad(t, (0, 0, *padding)) for t in (q, k, v))
+    y, normalizer, s, z = LinearChunks.apply(
+        chunks(q), chunks(k), chunks(v), s, z, eps, floor, *scales
+    )
+    if padding[1]:
+        y = y[:, :length]
     if watch is not None:
-        watch(rearrange(normalizer, "b h c l -> b h (c l)")[:, :, :length])
-    y = _normalized(numerator, normalizer, eps, floor)
-    y = rearrange(y, "b h c l m -> b h (c l) m")[:, :, :length]
-    return y, LinearState(s_before[:, :, -1], z_before[:, :, -1], last)
+        watch(normalizer.view(batch, heads, -1)[:, :, :length])
+    return y.transpose(1, 2), LinearState(s, z, before)
 
 
 def recurrent_linear_attention(
@@ -139,18 +137,6 @@ def recurrent_linear_attention(
     return _normalized(numerator, normalizer, eps, floor), LinearState(s, z, before)
 
 
-def _states(added: Tensor, first: Tensor | None, decay: Tensor | None) -> Tensor:
-    """S or z before each chunk and after the last one: "b h c ..." to "b h c+1 ..."."""
-    first = torch.zeros_like(added[:, :, :1]) if first is None else first.unsqueeze(2)
-    if decay is None:
-        return torch.cat([first, added], dim=2).cumsum(dim=2)
-    decay = decay.unsqueeze(-1) if added.dim() == 5 else decay
-    states = [first]
-    for c in range(added.shape[2]):
-        states.append(states[-1] * decay[:, :, c : c + 1] + added[:, :, c : c + 1])
-    return torch.cat(states, dim=2)
-
-
 def _normalized(numerator: Tensor, normalizer: Tensor, eps: float, floor: float | None) -> Tensor:
     normalizer = normalizer + eps if floor is None else normalizer.clamp(min=floor)
     return numerator / normalizer.unsqueeze(-1)
@@ -172,8 +158,8 @@ class LinearAttention(CausalAttention[LinearState]):
             is relative to the largest features of the query and of the keys so far.
 
     Raises:
-        UserError: for an unknown feature map, a number of features that it cannot have, or a chunk
-            size below one.
+        UserError: for an unknown feature map, a number of features that it cannot have, a chunk
+            size below one, or an eps not above 0.
     """
 
     def __init__(
@@ -191,6 +177,8 @@ class LinearAttention(CausalAttention[LinearState]):
         super().__init__(d_model, n_heads, head_dim, **context)
         if chunk_size < 1:
             raise UserError(f"attention.chunk_size={chunk_size} must be at least 1.")
+        if not 0 < eps < math.inf:
+            raise UserError(f"attention.eps={eps} must be above 0.")
         self.chunk_size = chunk_size
         self.eps = eps
         self.watch_normalizer = False
@@ -203,8 +191,12 @@ class LinearAttention(CausalAttention[LinearState]):
     def forward(
         self, x: Float[Tensor, "b n e"], state: LinearState | None = None
     ) -> tuple[Float[Tensor, "b n e"], LinearState]:
-        q, k, v = rearrange(
-            self.qkv(x), "b n (three h f) -> three b h n f", three=3, h=self.n_heads
+        # Of layouts that chunks can be cut from, so that the maps keep no other copy of them.
+        q, k, v = (
+            t.contiguous()
+            for t in rearrange(
+                self.qkv(x), "b n (three h f) -> three b h n f", three=3, h=self.n_heads
+            )
         )
         with torch.autocast(x.device.type, enabled=False):
             q, k, v, scale = self._mapped(q, k, v)

@@ -49,7 +49,7 @@ def rotated(x: Float[Tensor, "b h n d"], start: Position) -> Float[Tensor, "b h 
 class Retention(DecayAttention):
     """Gated multi-scale retention (eq. 8).
 
-    The normalisations of the scores in section 2.3 other than 1 / sqrt(d) are left out: they cancel
+    The normalisations of the scores in section 2.2 other than 1 / sqrt(d) are left out: they cancel
     in the group norm, which normalises whatever scale the scores have.
 
     Args:
@@ -59,7 +59,6 @@ class Retention(DecayAttention):
         output_gate: whether the output is gated by swish(X W_G).
         conv_size: positions that a short convolution over queries, keys and values sees; 0, as in
             the paper, for none.
-        norm_eps: added to the variance in the group norm.
         context: see `DecayAttention`.
 
     Raises:
@@ -77,7 +76,6 @@ class Retention(DecayAttention):
         output_norm: bool = True,
         output_gate: bool = True,
         conv_size: int = 0,
-        norm_eps: float = 1e-5,
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
@@ -89,7 +87,6 @@ class Retention(DecayAttention):
                 "pairs of features; choose another or set attention.rotary=false."
             )
         self.rotary = rotary
-        self.norm_eps = norm_eps
         self.output_norm = output_norm
         keys, values = self.n_heads * self.key_dim, self.n_heads * self.value_dim
         self.qkv = nn.Linear(d_model, 2 * keys + values, bias=False)

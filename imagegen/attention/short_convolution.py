@@ -1,5 +1,7 @@
 """The short causal convolution that many linear mechanisms put before their queries and keys.
 
+It is that of Mamba (Gu and Dao, 2023), which DeltaNet and its successors took over.
+
 Axes: `b` batch, `n` position, `w` inputs kept, one fewer than the convolution sees.
 """
 

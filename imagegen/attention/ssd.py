@@ -42,7 +42,6 @@ class StateSpaceDuality(DecayAttention):
         output_norm: whether the output is normalised (RMS, over all heads).
         dt_min, dt_max: range in which Delta starts, evenly in its logarithm.
         a_min, a_max: range in which -A starts, evenly.
-        norm_eps: added to the mean square in the norm.
         context: see `DecayAttention`.
 
     Raises:
@@ -65,7 +64,6 @@ class StateSpaceDuality(DecayAttention):
         dt_max: float = 0.1,
         a_min: float = 1.0,
         a_max: float = 16.0,
-        norm_eps: float = 1e-5,
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
@@ -89,7 +87,7 @@ class StateSpaceDuality(DecayAttention):
         self.log_a = nn.Parameter(torch.empty(self.n_heads).uniform_(a_min, a_max).log())
         self.skip = nn.Parameter(torch.ones(self.n_heads)) if skip else None
         self.gate = nn.Linear(d_model, values, bias=False) if output_gate else None
-        self.norm = nn.RMSNorm(values, eps=norm_eps) if output_norm else None
+        self.norm = nn.RMSNorm(values, eps=self.norm_eps) if output_norm else None
         self.out = nn.Linear(values, d_model, bias=False)
 
     def _inputs(self, x: Float[Tensor, "b n e"], state: DecayState) -> Inputs:

@@ -45,6 +45,13 @@ def test_elu_keeps_strongly_negative_inputs_in_bfloat16() -> None:
     assert (y > 0).all()
 
 
+def test_elu_gradients_of_negative_inputs_are_exact_in_bfloat16() -> None:
+    x = torch.tensor([-80.0, -40.0, -20.0, -8.0, -1.0, -0.01], dtype=torch.bfloat16)
+    (gradient,) = torch.autograd.grad(elu(x.requires_grad_()).sum(), x)
+    assert torch.equal(gradient, x.detach().double().exp().bfloat16())
+    assert (gradient > 0).all()
+
+
 def test_elu_has_finite_gradients_for_huge_inputs() -> None:
     x = torch.tensor([1e4, -1e4], requires_grad=True)
     (gradient,) = torch.autograd.grad(elu(x).sum(), x)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from imagegen.attention import linear_chunks
 from imagegen.attention.feature_maps import FEATURE_MAPS, Favor
 from imagegen.attention.linear import (
     LinearAttention,
@@ -85,6 +86,42 @@ def test_huge_inputs_stay_finite_in_float32(name: str) -> None:
         for position in range(x.shape[1]):
             y, state = module.step(x[:, position], state)
             assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["elu", "favor", "fourier"])
+def test_scores_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    torch.manual_seed(0)
+    module = LinearAttention(12, 2, feature_map=name, chunk_size=8).double()
+    x = torch.randn(3, 45, 12, dtype=torch.float64, requires_grad=True)
+
+    def outcome() -> list[torch.Tensor]:
+        y, state = module(x)
+        total = y.square().sum() + state.s.sin().sum() + state.z.sin().sum()
+        return [y, *state.tensors(), *torch.autograd.grad(total, [x, *module.parameters()])]
+
+    expected = outcome()
+    monkeypatch.setattr(linear_chunks, "SCORES_AT_A_TIME", 5 * 8**2)
+    for got, wanted in zip(outcome(), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_little_is_kept_for_the_backward_pass() -> None:
+    module = LinearAttention(32, 2)
+    x = torch.randn(1, 1024, 32, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y, state = module(x)
+    weights = sum(weight.nbytes for weight in module.parameters())
+    # The input, mapped queries and keys, values, outputs and normalisers; a state a chunk of 64.
+    states = (1024 // 64) * sum(tensor.nbytes for tensor in state.tensors())
+    assert sum(kept.values()) <= 5 * x.nbytes + 2 * 1024 * 4 + states + weights
+    assert y.requires_grad
 
 
 @torch.no_grad()

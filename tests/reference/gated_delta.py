@@ -10,7 +10,7 @@ from tests.reference.delta import layer, silu
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-    """Yang, Kautz and Hatamizadeh (2024), eq. 10, with their S, "m d".
+    """Yang, Kautz and Hatamizadeh (2025), eq. 10, with their S, "m d".
 
     S_t = S_{t-1} (alpha_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T and o_t = S_t q_t.
     """

@@ -1,0 +1,1 @@
+"""Benchmarks, `python -m imagegen.benchmark`: what is measured, in which process, told how."""

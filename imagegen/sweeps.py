@@ -1,0 +1,42 @@
+"""What several runs of one command have in common: a group in wandb, and a table at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+PLUGINS = {
+    "hydra/launcher/joblib": ("joblib", "hydra-joblib-launcher"),
+    "hydra/launcher/ray": ("ray", "hydra-ray-launcher"),
+    "hydra/launcher/submitit_slurm": ("slurm", "hydra-submitit-launcher"),
+    "hydra/sweeper/optuna": ("optuna", "hydra-optuna-sweeper"),
+}
+"""The extra, and the package, that each engine of `conf/sweep/` needs."""
+
+
+def sweep_group() -> str | None:
+    """The name that the runs of this sweep share; None for a run of its own."""
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return None
+    folder = Path(hydra.sweep.dir)
+    return " ".join(folder.parts[-2:])
+
+
+class RunsTable(Callback):
+    """Prints the table of `imagegen.runs` when all runs of a sweep have ended."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print it."""
+        from imagegen.runs import find_runs, print_table, sort_runs
+
+        folder = Path(config.hydra.sweep.dir)
+        runs = sort_runs(find_runs([folder]), "best") if folder.is_dir() else []
+        if runs:
+            print_table(runs, [folder])
+            print(f"this table again: python -m imagegen.runs {folder}")

@@ -1,0 +1,114 @@
+"""Sweeps: each run has a folder of its own, all have a group, and a table ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from imagegen.cli import PROJECT_ROOT
+from tests.test_run import SMALL
+
+pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs the extra joblib")
+
+
+def _sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    small = [text for text in SMALL if not text.startswith(("logger", "callbacks"))]
+    arguments = ["--multirun", *small, "trainer.max_epochs=1", "callbacks.grids=null"]
+    arguments += [f"hydra.sweep.dir={folder}", *options]
+    return subprocess.run(
+        [sys.executable, "train.py", *arguments],
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+def test_two_by_two_side_by_side(tmp_path: Path) -> None:
+    folder = tmp_path / "day" / "time"
+    done = _sweep(folder, "sweep=joblib", "attention=linear,softmax", "seed=0,1", "logger=csv")
+    assert done.returncode == 0, done.stderr
+    best = {}
+    for number, (attention, seed) in enumerate(
+        (attention, seed) for attention in ("linear", "softmax") for seed in (0, 1)
+    ):
+        run = folder / str(number)
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["state"] == "finished"
+        assert (run / "checkpoints" / "last.ckpt").exists()
+        overrides = (run / ".hydra" / "overrides.yaml").read_text()
+        assert f"attention={attention}" in overrides
+        assert f"seed={seed}" in overrides
+        best[number] = summary["best_bits_per_dim"]
+    rows = re.findall(r"^│ (\d) +│.*│ +(\d+\.\d{4}) │.*finished │$", done.stdout, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == sorted(best, key=lambda n: best[n])
+    assert f"python -m imagegen.runs {folder}" in done.stdout
+
+
+def test_runs_of_a_sweep_share_a_group(tmp_path: Path) -> None:
+    """In wandb, each run is one of its own, in the sweep's group."""
+    script = """
+import sys
+import wandb
+groups = []
+start = wandb.init
+def init(**options):
+    groups.append(options.get("group"))
+    return start(**options)
+wandb.init = init
+import train
+train.main()
+print("groups", groups)
+"""
+    small = [text for text in SMALL if not text.startswith(("logger", "callbacks"))]
+    arguments = ["--multirun", *small, "trainer.max_epochs=1", "callbacks.grids=null", "seed=0,1"]
+    arguments.append(f"hydra.sweep.dir={tmp_path / 'day' / 'time'}")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "groups ['day time', 'day time']" in done.stdout
+    identities = {path.name for path in tmp_path.glob("day/time/*/wandb/offline-run-*")}
+    assert len(identities) == 2
+
+
+@pytest.mark.parametrize(
+    ("sweep", "package", "extra"),
+    [
+        ("optuna", "hydra-optuna-sweeper", "optuna"),
+        ("ray", "hydra-ray-launcher", "ray"),
+        ("slurm", "hydra-submitit-launcher", "slurm"),
+    ],
+)
+def test_a_missing_engine_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sweep: str,
+    package: str,
+    extra: str,
+) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}"):
+        pytest.skip(f"{package} is installed")
+    import train
+
+    arguments = ["--multirun", f"sweep={sweep}", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert f"needs the package {package}; install it with pip install -e '.[{extra}]'" in error
+    assert not (tmp_path / "sweep").exists()
