@@ -157,7 +157,7 @@ def sampler_draws_the_distribution(model: ImageTransformer, sequence: Tensor, se
         expected = DRAWS * model.head.log_probabilities(row.double()).exp().cpu()
         least = min(least, p_value(counts, expected))
         for known in range(1, drawn.shape[1]):
-            part = slice(0, DRAWS // 10)
+            part = slice(0, DRAWS // 20)
             given, level = drawn[part, :known], drawn[part, known : known + 1]
             rows = row.double().expand(len(level), -1)
             masses = model.head.log_probabilities(rows, given).exp()

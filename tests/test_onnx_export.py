@@ -32,11 +32,11 @@ for _package in ("onnx", "onnxscript", "onnxruntime"):
 CONF = PROJECT_ROOT / "conf"
 DEFAULT = {
     "embedding": yaml.safe_load((CONF / "model/default.yaml").read_text())["embedding"],
-    "n_layers": 2,
 }
-PAPER = {"activation": "relu", "norm_first": False, "n_layers": 2}
+PAPER = {"activation": "relu", "norm_first": False}
 EVERYTHING = {
     **DEFAULT,
+    "n_layers": 2,
     "tokens": "pixel",
     "n_classes": 3,
     "flips": True,
