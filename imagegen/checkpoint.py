@@ -2,30 +2,40 @@
 
 A checkpoint keeps plain numbers, strings and tensors only. It is read with `weights_only=True`,
 and the classes its configuration names are looked up in this package alone, so reading one never
-runs code from it.
+runs code from it. The folder that `imagegen.export format=safetensors` writes holds the same
+without what training needs, and is read in the same way.
 """
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from imagegen import weights_folder
+from imagegen.checkpoint_file import is_modest, not_ours, read_checkpoint_file
 from imagegen.errors import UserError
 from imagegen.model import ImageTransformer
+from imagegen.model_check import check_fit, misfit
 from imagegen.spec import ImageSpec
 
 FORMAT_VERSION = 1
 KEY = "imagegen"
+MAX_ENTRIES = {"model": 2_000, "config": 50_000}
+"""The most that a description may hold; that of a usual run has some dozens and some hundreds."""
+
 _WEIGHTS = "model."
-_REQUIRED = ("format_version", "model", "spec", "dataset", "config", "overrides")
-_CANDIDATES = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt")
+REQUIRED = ("format_version", "model", "spec", "dataset", "config", "overrides")
+_CANDIDATES = (
+    "checkpoints/best.ckpt",
+    "checkpoints/last.ckpt",
+    "best.ckpt",
+    "last.ckpt",
+    weights_folder.WEIGHTS,
+)
 
 
 @dataclass
@@ -65,6 +75,8 @@ def make_metadata(
 def resolve_checkpoint(path: str | Path) -> Path:
     """The checkpoint file that `path` means: itself, or a run folder's best, else its last.
 
+    Of an exported folder it is the file of weights.
+
     Raises:
         UserError: if there is none.
     """
@@ -76,6 +88,11 @@ def resolve_checkpoint(path: str | Path) -> Path:
     for candidate in _CANDIDATES:
         if (path / candidate).is_file():
             return path / candidate
+    if (path / weights_folder.CONFIG).is_file():
+        raise UserError(
+            f"the folder {path} holds {weights_folder.CONFIG}, but not the {weights_folder.WEIGHTS}"
+            " that was exported with it; copy both."
+        )
     raise UserError(
         f"the folder {path} holds no {_CANDIDATES[0]} and no {_CANDIDATES[1]}; "
         "give a .ckpt file or the folder of a run that has validated at least once."
@@ -88,7 +105,10 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: if the file cannot be read, is truncated, or is not a checkpoint of ours.
     """
-    return _metadata(_read(Path(path), "cpu"), Path(path))
+    path = Path(path)
+    if path.suffix == weights_folder.SUFFIX:
+        return _metadata(weights_folder.read_config(path), path)
+    return _metadata(read_checkpoint_file(path).get(KEY), path)
 
 
 def read_resume_state(path: str | Path) -> dict[str, Any]:
@@ -100,10 +120,18 @@ def read_resume_state(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: as `read_metadata`.
     """
-    content = _read(Path(path), "cpu")
-    metadata = _metadata(content, Path(path))
-    logger = metadata.get("logger", {})
-    return {**logger, "step": int(content.get("global_step", 0)), "metadata": metadata}
+    path = Path(path)
+    if path.suffix == weights_folder.SUFFIX:
+        raise UserError(
+            f"{path} holds weights only, so no training goes on from it; give a .ckpt file that "
+            "train.py wrote."
+        )
+    content = read_checkpoint_file(path)
+    metadata = _metadata(content.get(KEY), path)
+    logger, step = metadata.get("logger", {}), content.get("global_step", 0)
+    if not isinstance(logger, dict) or not isinstance(step, int):
+        raise UserError(f"{path} is damaged: it does not say how far its training has come.")
+    return {**logger, "step": step, "metadata": metadata}
 
 
 def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> LoadedCheckpoint:
@@ -113,21 +141,14 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> Loa
         UserError: if there is none, it cannot be read, is truncated, or is not one of ours.
     """
     path = resolve_checkpoint(path)
-    content = _read(path, device)
-    metadata = _metadata(content, path)
-    model = ImageTransformer(ImageSpec.from_dict(metadata["spec"]), **_known(metadata["model"]))
-    weights: dict[str, Tensor] = {
-        key.removeprefix(_WEIGHTS): value
-        for key, value in content["state_dict"].items()
-        if key.startswith(_WEIGHTS)
-    }
+    metadata, weights = _content(path)
+    spec, options = ImageSpec.from_dict(metadata["spec"]), _known(metadata["model"])
+    check_fit(spec, options, weights, path)
+    model = ImageTransformer(spec, **options)
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise UserError(
-            f"the weights in {path} do not fit the model that it describes; it was changed or "
-            "written by another version."
-        ) from error
+        raise misfit(path, "its tensors cannot be copied") from error
     return LoadedCheckpoint(model.to(device).eval(), path, metadata)
 
 
@@ -154,48 +175,37 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _read(path: Path, device: str | torch.device) -> Mapping[str, Any]:
-    foreign = UserError(
-        f"{path} is not a checkpoint of imagegen; give a .ckpt file that train.py wrote."
-    )
-    try:
-        with open(path, "rb") as file:
-            beginning = file.read(4)
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error.strerror or error}.") from error
-    if beginning != b"PK\x03\x04":
-        raise foreign
-    try:
-        content = torch.load(
-            path, map_location=device, weights_only=True, mmap=str(device) == "cpu"
-        )
-    except pickle.UnpicklingError as error:
-        raise foreign from error
-    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
-        if zipfile.is_zipfile(path):
-            raise foreign from error
-        raise UserError(
-            f"the checkpoint {path} is truncated or damaged; use another one, such as the run's "
-            "last.ckpt."
-        ) from error
-    if not isinstance(content, dict):
-        raise foreign
-    return content
+def _content(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Metadata and weights of a file; the weights' values may be anything."""
+    if path.suffix == weights_folder.SUFFIX:
+        return read_metadata(path), weights_folder.read_weights(path)
+    content = read_checkpoint_file(path)
+    metadata = _metadata(content.get(KEY), path)
+    state = content.get("state_dict")
+    if not isinstance(state, dict):
+        raise not_ours(path)
+    weights = {
+        key.removeprefix(_WEIGHTS): value
+        for key, value in state.items()
+        if isinstance(key, str) and key.startswith(_WEIGHTS)
+    }
+    return metadata, weights
 
 
-def _metadata(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    metadata = content.get(KEY)
-    if not isinstance(metadata, dict) or not isinstance(content.get("state_dict"), dict):
-        raise UserError(
-            f"{path} is not a checkpoint of imagegen; give a .ckpt file that train.py wrote."
-        )
+def _metadata(metadata: object, path: Path) -> dict[str, Any]:
+    if not isinstance(metadata, dict):
+        raise not_ours(path)
     version = metadata.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise UserError(
             f"{path} has checkpoint format {version}, newer than the {FORMAT_VERSION} that this "
             "version reads; update imagegen."
         )
-    missing = [key for key in _REQUIRED if key not in metadata]
+    missing = [key for key in REQUIRED if key not in metadata]
     if missing:
         raise UserError(f"{path} is damaged: it lacks {', '.join(missing)}.")
+    sections = all(isinstance(metadata[key], dict) for key in ("model", "spec"))
+    modest = all(is_modest(metadata[key], MAX_ENTRIES.get(key, 5_000)) for key in REQUIRED)
+    if type(version) is not int or not sections or not modest:
+        raise UserError(f"{path} is damaged: what it says of its model is no set of options.")
     return metadata

@@ -42,7 +42,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
     """The configuration that the command line would compose, without running anything.
 
     Args:
-        config_name: "train", "sample" or "evaluate".
+        config_name: that of a file in conf/, such as "train" or "sample".
         overrides: as typed, "dataset=mnist".
     """
     import hydra

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from imagegen.decode import FusedDecoder, choose_decoder
+from imagegen.decode import Decoder, choose_decoder
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 from imagegen.model import NO_LABEL, ImageTransformer
@@ -61,7 +61,7 @@ class Drawing:
     controls: Controls
     labels: tuple[int, ...] | None
     progress: Progress | None
-    decoder: FusedDecoder | None = None
+    decoder: Decoder | None = None
 
     @classmethod
     def of(

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
 
+from imagegen.attention.base import Position
 from imagegen.errors import UserError
 from imagegen.raster import Raster
 
@@ -38,7 +39,7 @@ class InputEmbedding(nn.Module, ABC):
         self.raster = raster
 
     @abstractmethod
-    def forward(self, window: UInt8[Tensor, "b w s"], start: int) -> Float[Tensor, "b n e"]:
+    def forward(self, window: UInt8[Tensor, "b w s"], start: Position) -> Float[Tensor, "b n e"]:
         """Embeddings for the prediction of steps start to start + n - 1.
 
         Args:
@@ -74,12 +75,12 @@ class ValueAndSinusoid(InputEmbedding):
         sinusoid = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
         self.register_buffer("sinusoid", sinusoid, persistent=False)
 
-    def forward(self, window: UInt8[Tensor, "b w s"], start: int) -> Float[Tensor, "b n e"]:
+    def forward(self, window: UInt8[Tensor, "b w s"], start: Position) -> Float[Tensor, "b n e"]:
+        step = start + torch.arange(window.shape[1], device=window.device)
         index = window.int() + cast(Tensor, self.table)
-        if start == 0:
-            index[:, 0] = self.start
+        index = torch.where((step == 0).unsqueeze(-1), self.start, index)
         value = self.value(index).sum(dim=-2)
-        sinusoid = cast(Tensor, self.sinusoid)[start : start + index.shape[1]]
+        sinusoid = cast(Tensor, self.sinusoid)[step]
         return torch.cat([value, sinusoid.expand_as(value)], dim=-1)
 
 
@@ -170,12 +171,12 @@ class Neighbourhood(InputEmbedding):
         ]
         return torch.stack(inside + [step >= lag for lag in previous], dim=-1)
 
-    def forward(self, window: UInt8[Tensor, "b w s"], start: int) -> Float[Tensor, "b n e"]:
+    def forward(self, window: UInt8[Tensor, "b w s"], start: Position) -> Float[Tensor, "b n e"]:
         spec = self.raster.spec
         n = window.shape[1] - self.lookback + 1
-        step = torch.arange(start, start + n, device=window.device)
+        step = start + torch.arange(n, device=window.device)
         lags, table = cast(Tensor, self.lags), cast(Tensor, self.table)
-        valid = cast(Tensor, self.valid)[start : start + n]
+        valid = cast(Tensor, self.valid)[step]
         source = torch.arange(self.lookback, self.lookback + n, device=window.device)
         level = window[:, source.unsqueeze(-1) - lags]  # "b n k s"
         index = torch.where(valid.unsqueeze(-1), level.int(), spec.levels) + table

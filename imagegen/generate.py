@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from imagegen.decode import FusedDecoder
+from imagegen.decode import Decoder
 from imagegen.drawing import Drawing, Progress, noise
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
@@ -210,7 +210,7 @@ def _continue(
 
 
 def _continue_compiled(
-    decoder: FusedDecoder,
+    decoder: Decoder,
     parameters: Float[Tensor, "rows p"],
     state: ModelState,
     uniforms: Float[np.ndarray, "rows n u"],

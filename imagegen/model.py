@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
-from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.block import NORMS, Block, known
 from imagegen.build import build
 from imagegen.embedding import InputEmbedding
@@ -38,7 +38,7 @@ class ModelState:
         context: embedding of the label, of models that know labels.
     """
 
-    position: int
+    position: Position
     recent: UInt8[Tensor, "b lookback s"]
     layers: list[AttentionState]
     context: Float[Tensor, "b e"] | None = None
@@ -300,7 +300,7 @@ class ImageTransformer(nn.Module):
             context = mirrored if context is None else context + mirrored
         return context
 
-    def _embedded(self, window: Tensor, start: int, context: Tensor | None) -> Tensor:
+    def _embedded(self, window: Tensor, start: Position, context: Tensor | None) -> Tensor:
         x = self.embedding(window, start)
         return self.dropout(x if context is None else x + context.unsqueeze(1))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from imagegen.errors import UserError
 LAST = Path("checkpoints", "last.ckpt")
 """Where a run folder keeps the checkpoint to continue from."""
 
+# Classes of ours, and those that choose how to optimize and what to watch.
+_TRUSTED = re.compile(
+    r"[\w.+]*\._target_="
+    r"(imagegen(\.[a-z_0-9]+)+|torch\.optim|pytorch_lightning\.(callbacks|loggers))\.[A-Z]\w*"
+)
 _RUN_FILES = ("checkpoints", "summary.json", "metrics.csv")
 
 
@@ -33,7 +39,8 @@ def rewrite_resume(argv: Sequence[str]) -> list[str]:
         argv: the arguments typed, without the program's name.
 
     Raises:
-        UserError: if there is nothing to resume, or with --multirun.
+        UserError: if there is nothing to resume, with --multirun, or if the checkpoint asks for
+        code from elsewhere.
     """
     typed = {index: parsed for index, text in enumerate(argv) if (parsed := _parse(text))}
     chosen = [index for index, parsed in typed.items() if parsed.key_or_group == "resume"]
@@ -51,6 +58,8 @@ def rewrite_resume(argv: Sequence[str]) -> list[str]:
         added.append(f"hydra.run.dir={quote(str(run_folder))}")
     new = [parsed for index, parsed in typed.items() if index not in chosen]
     saved = [text for text in _saved_overrides(checkpoint) if not _replaced(text, new)]
+    for text in saved:
+        _refuse_foreign_code(text, checkpoint)
 
     # Hydra wants all overrides in one place, among its own flags.
     first = min(typed)
@@ -182,6 +191,16 @@ def _saved_overrides(checkpoint: Path) -> list[str]:
 
     saved = read_metadata(checkpoint).get("overrides") or []
     return [str(text) for text in saved]
+
+
+def _refuse_foreign_code(text: str, checkpoint: Path) -> None:
+    """A checkpoint may come from anywhere: what runs other code has to be typed by its user."""
+    hydras = text.lstrip("+~").startswith("hydra")
+    if hydras or ("_target_" in text and not _TRUSTED.fullmatch(text)):
+        raise UserError(
+            f"{checkpoint} asks for {text}, which may run any code; if you trust it, type it again "
+            "beside resume=."
+        )
 
 
 def _replaced(text: str, new: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagegen.attention.base import AttentionState
+from imagegen.attention.base import AttentionState, Position
 from imagegen.errors import UserError
 
 
@@ -24,7 +24,7 @@ class RowState(AttentionState):
     """The last inputs, as many as the kernel reaches back, and the number of inputs so far."""
 
     recent: Float[Tensor, "b w e"]
-    position: int = 0
+    position: Position = 0
 
 
 class RowConvolution(nn.Module):
@@ -64,11 +64,13 @@ class RowConvolution(nn.Module):
         seen = torch.ones(rows + 1, 2 * columns + 1)
         seen[-1, columns + 1 :] = 0
         self.register_buffer("seen", seen, persistent=False)
-        taps = seen.nonzero()
-        shift = taps[:, 1] - columns
+        # All places of the kernel but the last ones, right of the position itself.
+        tap = torch.arange(rows * (2 * columns + 1) + columns + 1)
+        shift = tap % (2 * columns + 1) - columns
+        lag = (rows - tap // (2 * columns + 1)) * row_length - shift
         self.register_buffer("shift", shift, persistent=False)
-        self.register_buffer("lag", (rows - taps[:, 0]) * row_length - shift, persistent=False)
-        self.register_buffer("tap", taps[:, 0] * (2 * columns + 1) + taps[:, 1], persistent=False)
+        self.register_buffer("lag", lag, persistent=False)
+        self.register_buffer("tap", tap, persistent=False)
 
     def forward(
         self, x: Float[Tensor, "b n e"], state: RowState | None = None

@@ -170,3 +170,42 @@ def test_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with claim_run_folder(tmp_path, resuming=True):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optimizer._target_=os.system",
+        "+callbacks.x._target_=subprocess.run",
+        "+callbacks.x={_target_: os.system, command: ls}",
+        "+callbacks.x._target_=imagegen.cli.os.system",
+        "optimizer._target_=torch.optim.sgd.torch.load",
+        "optimizer._target_=torch.load",
+        "trainer._target_=pytorch_lightning.Trainer",
+        "hydra.job.env_set.PATH=x",
+        "+hydra.callbacks.x._target_=os.system",
+        "hydra/launcher=joblib",
+    ],
+)
+def test_code_from_elsewhere_has_to_be_typed(project: Path, text: str) -> None:
+    checkpoint = make_run(project / "run", ["seed=3", text])
+    with pytest.raises(UserError, match="which may run any code; if you trust it, type it again"):
+        rewrite_resume([f"resume={checkpoint}"])
+    if "hydra" not in text:
+        rewritten = rewrite_resume([text, f"resume={checkpoint}"])
+        assert rewritten.count(text) == 1
+        assert "seed=3" in rewritten
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optimizer._target_=torch.optim.SGD",
+        "+callbacks.stop._target_=pytorch_lightning.callbacks.EarlyStopping",
+        "head._target_=imagegen.heads.categorical.Categorical",
+        "model.n_layers=3",
+    ],
+)
+def test_usual_choices_are_recalled(project: Path, text: str) -> None:
+    checkpoint = make_run(project / "run", [text])
+    assert text in rewrite_resume([f"resume={checkpoint}"])

@@ -197,7 +197,10 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_an_epoch(
     assert _train(monkeypatch, *shared, *interrupt, f"hydra.run.dir={parts}") == 130
     assert f"to continue: python train.py resume={parts}" in capfd.readouterr().err
     assert json.loads((parts / "summary.json").read_text())["state"] == "interrupted"
-    assert _train(monkeypatch, f"resume={parts}") == 0
+    # Code from elsewhere is not taken from a checkpoint.
+    assert _train(monkeypatch, f"resume={parts}") == 1
+    assert "if you trust it, type it again" in capfd.readouterr().err
+    assert _train(monkeypatch, *interrupt, f"resume={parts}") == 0
     _assert_same_run(whole, parts)
     assert json.loads((parts / "summary.json").read_text())["state"] == "finished"
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from imagegen.errors import UserError
 
 Self = TypeVar("Self", bound="AttentionState")
+
+if TYPE_CHECKING:
+    Position = int
+else:  # A tensor without axes while a step is exported, whose graph holds for all positions.
+    Position = int | Int64[Tensor, ""]
 
 
 @dataclasses.dataclass

@@ -10,6 +10,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from imagegen.attention.base import Position
+
 FIRST_CAPACITY = 64
 
 
@@ -31,12 +33,13 @@ def ring_after(
 
 
 def ring_step(
-    ring: Shaped[Tensor, "b h w f"], new: Shaped[Tensor, "b h 1 f"], length: int
+    ring: Shaped[Tensor, "b h w f"], new: Shaped[Tensor, "b h 1 f"], length: Position
 ) -> Shaped[Tensor, "b h w f"]:
     """The ring after one position; in the same memory where no gradient is asked for."""
     place = length % ring.shape[2]
     if torch.is_grad_enabled():
-        return torch.cat([ring[:, :, :place], new.to(ring.dtype), ring[:, :, place + 1 :]], dim=2)
+        here = torch.arange(ring.shape[2], device=ring.device) == place
+        return torch.where(here.unsqueeze(-1), new.to(ring.dtype), ring)
     ring[:, :, place] = new.squeeze(2)
     return ring
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.attention.decay import (
     DEFAULT_CHUNK,
     chunked_decay_attention,
@@ -31,7 +31,7 @@ class DecayState(AttentionState):
 
     s: Float[Tensor, "b h d m"]
     conv: Float[Tensor, "b w channels"]
-    position: int = 0
+    position: Position = 0
 
 
 class Inputs(NamedTuple):

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.attention.buffers import ring_after, ring_in_order, ring_step
 from imagegen.attention.windows import joined, window_blocks
 from imagegen.errors import UserError
@@ -27,7 +27,7 @@ class LocalState(AttentionState):
 
     keys: Float[Tensor, "b h w d"]
     values: Float[Tensor, "b h w d"]
-    length: int = 0
+    length: Position = 0
 
 
 def blockwise_local_attention(
@@ -120,10 +120,13 @@ class LocalAttention(CausalAttention[LocalState]):
             ring_step(state.values, v, state.length),
             state.length + 1,
         )
-        seen = min(state.length, self.window)
-        y = F.scaled_dot_product_attention(
-            q, state.keys[:, :, :seen].to(q.dtype), state.values[:, :, :seen].to(q.dtype)
-        )
+        keys, values, visible = state.keys.to(q.dtype), state.values.to(q.dtype), None
+        if isinstance(state.length, int):
+            seen = min(state.length, self.window)
+            keys, values = keys[:, :, :seen], values[:, :, :seen]
+        else:
+            visible = (torch.arange(self.window, device=q.device) < state.length).unsqueeze(0)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
         return self.out(rearrange(y, "b h 1 d -> b (h d)")), state
 
     def initial_state(self, batch_size: int) -> LocalState:

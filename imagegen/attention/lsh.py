@@ -186,12 +186,13 @@ class LSHAttention(CausalAttention[LSHState]):
         self.v = nn.Linear(d_model, inner)
         self.out = nn.Linear(inner, d_model)
         seed = np.random.SeedSequence([hash_seed, self.layer]).generate_state(1).item()
-        rotations = torch.randn(
-            (self.head_dim, rounds, n_buckets // 2),
-            generator=torch.Generator().manual_seed(seed),
-            device="cpu",
-        )
-        self.register_buffer("rotations", rotations.to(self.qk.weight))
+        shape = (self.head_dim, rounds, n_buckets // 2)
+        if self.qk.weight.is_meta:
+            rotations = self.qk.weight.new_empty(shape)
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            rotations = torch.randn(shape, generator=generator, device="cpu").to(self.qk.weight)
+        self.register_buffer("rotations", rotations)
 
     def forward(
         self, x: Float[Tensor, "b n e"], state: LSHState | None = None
@@ -206,8 +207,10 @@ class LSHAttention(CausalAttention[LSHState]):
             k = torch.cat([state.keys[:, :, past], k], dim=2)
             v = torch.cat([state.values[:, :, past], v.to(k.dtype)], dim=2)
             buckets = torch.cat([state.codes[:, :, past] // BUCKET, buckets], dim=2)
-            slots = sort_by_bucket(buckets, self.n_buckets, self.chunk_size)
-            y = chunked_lsh_attention(q, k, v, slots, self.chunk_size)[:, :, state.length :]
+            # A longer chunk than the sequence sees as much, and would cost its full length.
+            chunk = min(self.chunk_size, math.ceil(k.shape[2] / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+            slots = sort_by_bucket(buckets, self.n_buckets, chunk)
+            y = chunked_lsh_attention(q, k, v, slots, chunk)[:, :, state.length :]
         state = LSHState(k, v, slots.codes, slots.counts, k.shape[2])
         return self.out(rearrange(y, "b h n m -> b n (h m)").to(x.dtype)), state
 

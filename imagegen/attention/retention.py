@@ -23,12 +23,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from imagegen.attention.base import Position
 from imagegen.attention.decay_attention import DecayAttention, DecayState, Inputs
 from imagegen.attention.short_convolution import ShortConvolution
 from imagegen.errors import UserError
 
 
-def rotated(x: Float[Tensor, "b h n d"], start: int) -> Float[Tensor, "b h n d"]:
+def rotated(x: Float[Tensor, "b h n d"], start: Position) -> Float[Tensor, "b h n d"]:
     """x_n exp(i n theta), each two neighbouring features being a complex number.
 
     Args:
@@ -39,7 +40,7 @@ def rotated(x: Float[Tensor, "b h n d"], start: int) -> Float[Tensor, "b h n d"]
     # float32 would be off by thousandths of a turn after some ten thousand positions.
     exact: dict[str, Any] = {"dtype": torch.float64, "device": x.device}
     theta = 10_000 ** (-torch.arange(0, d, 2, **exact) / d)
-    angle = torch.arange(start, start + n, **exact).unsqueeze(-1) * theta
+    angle = (start + torch.arange(n, **exact)).unsqueeze(-1) * theta
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], -1).flatten(-2)

@@ -8,23 +8,55 @@ from __future__ import annotations
 
 import functools
 import sys
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from torch import Tensor
 
 from imagegen.heads.controls import Controls
 
 if TYPE_CHECKING:
-    from imagegen.decode.fused import FusedDecoder
-    from imagegen.model import ImageTransformer
-else:  # Annotations are checked in tests; Numba is not to be imported for them.
-    FusedDecoder = ImageTransformer = Any
+    from imagegen.model import ImageTransformer, ModelState
+else:  # Annotations are checked in tests; the model imports nothing from here.
+    ImageTransformer = ModelState = Any
 
-# Shorter sequences are drawn in moments anyway, and loading compiled code takes one too. It does not
-# depend on how many images are asked for, so that an image does not either.
+
+class Decoder(ABC):
+    """Draws from one model."""
+
+    @abstractmethod
+    def draw(
+        self,
+        state: ModelState,
+        parameters: Float[Tensor, "rows p"],
+        sequence: UInt8[np.ndarray, "b n s"],
+        noise: Float[np.ndarray, "rows m u"],
+        controls: Controls,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Draw the steps from that of `parameters` to the last one.
+
+        Args:
+            state: after the step of `parameters`, from `model.step` or `model.prefill`; it may have
+                more rows than the sequence, as may `parameters` and `noise`.
+            parameters: the distribution of the first step to draw.
+            sequence: levels of all steps; those from there on are written.
+            noise: uniform numbers of the steps from there on, float64.
+            controls: how to draw, neither greedy nor guided and with all of the distribution.
+            progress: called with the (fractional) number of rows done since the last call, from
+                several threads.
+        """
+
+
+# Shorter sequences are drawn in moments anyway, and loading compiled code takes one too. The number
+# of images does not matter, so that an image does not depend on it.
 SHORTEST = 256
 
 
-def choose_decoder(model: ImageTransformer, controls: Controls) -> FusedDecoder | None:
+def choose_decoder(model: ImageTransformer, controls: Controls) -> Decoder | None:
     """A compiled decoder of the model as it is now; None where PyTorch's operations have to do.
 
     Which it is depends on the model and the controls alone. The reason is told once.
@@ -34,17 +66,29 @@ def choose_decoder(model: ImageTransformer, controls: Controls) -> FusedDecoder 
     if controls.greedy or controls.top_p != 1 or controls.guidance != 1:
         return None
     try:
-        from imagegen.decode.fused import FusedDecoder, why_not
-    except Exception as error:  # Numba missing, too old, or without a folder for its cache
+        fused = _fused()
+    except Exception as error:  # Numba missing, too old, or at odds with another package
         _say(f"without compiled loops: {error}")
         return None
-    reason = why_not(model)
+    reason = fused.why_not(model)
     if reason is not None:
         _say(f"without compiled loops: {reason}")
         return None
-    if not list((Path(__file__).parent / "__pycache__").glob("linear.run-*.nbi")):
+    decoder: Decoder = fused.FusedDecoder(model)
+    return decoder
+
+
+@functools.cache
+def _fused() -> Any:
+    """The module of the compiled loops, its code read from where it is kept."""
+    from imagegen.decode.cache import cache_folder, is_compiled, numba_cache
+
+    folder = cache_folder()
+    with numba_cache(folder):
+        from imagegen.decode import fused
+    if not is_compiled(folder):
         _say("for the first time: compiling the loop for this machine takes seconds, once")
-    return FusedDecoder(model)
+    return fused
 
 
 @functools.cache

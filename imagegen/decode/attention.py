@@ -5,6 +5,8 @@ Axes: `r` row, `h` head, `d` query/key feature, `m` value feature.
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 from numba import float32, njit
 
 from imagegen.decode.elementwise import FAST, exp32
@@ -13,8 +15,9 @@ ELU, RELU = 0, 1
 FEATURE_MAPS = {"elu": ELU, "relu": RELU}
 
 
+@no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def linear_attention(qkv, s, z, feature_map, eps, y):  # type: ignore[no-untyped-def]
+def linear_attention(qkv, s, z, feature_map, eps, y):
     """S += phi(k) v^T, z += phi(k), y = phi(q)^T S / (phi(q)^T z + eps), for maps d -> d.
 
     Args:

@@ -5,7 +5,7 @@ Axes: `r` row, `e` feature.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 from llvmlite import ir
@@ -22,6 +22,7 @@ LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 
 
+@no_type_check
 @intrinsic
 def _as_float(typingctx: Any, bits: Any) -> Any:
     """The float32 that has these 32 bits."""
@@ -32,8 +33,9 @@ def _as_float(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
+@no_type_check
 @njit(inline="always", error_model="numpy")
-def exp32(x):  # type: ignore[no-untyped-def]
+def exp32(x):
     """exp(x) to within 2 units in the last place, in operations that vectorise.
 
     x = n ln 2 + r, exp(x) = 2^n exp(r), where |r| <= ln(2) / 2 and exp(r) is its Taylor polynomial;
@@ -54,8 +56,9 @@ def exp32(x):  # type: ignore[no-untyped-def]
     return p * _as_float((int32(n) + int32(127)) << int32(23))
 
 
+@no_type_check
 @njit(inline="always", error_model="numpy")
-def gelu32(x):  # type: ignore[no-untyped-def]
+def gelu32(x):
     """x Phi(x), with erf to within 1.5e-7 (Abramowitz and Stegun, 1964, 7.1.26)."""
     z = abs(x) * float32(0.7071067811865476)
     t = float32(1.0) / (float32(1.0) + float32(0.3275911) * z)
@@ -68,8 +71,9 @@ def gelu32(x):  # type: ignore[no-untyped-def]
     return x * (float32(1.0) - tail if x > 0 else tail)
 
 
+@no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def activate(x, kind):  # type: ignore[no-untyped-def]
+def activate(x, kind):
     """x = activation(x), "r e"."""
     for r in range(x.shape[0]):
         row = x[r]
@@ -84,8 +88,9 @@ def activate(x, kind):  # type: ignore[no-untyped-def]
                 row[e] = row[e] / (float32(1.0) + exp32(-row[e]))
 
 
+@no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def activate_gated(x, kind):  # type: ignore[no-untyped-def]
+def activate_gated(x, kind):
     """x[:, :f] = activation(x[:, :f]) * x[:, f:2f], "r 2f"."""
     half = x.shape[1] // 2
     activate(x[:, :half], kind)
@@ -95,8 +100,9 @@ def activate_gated(x, kind):  # type: ignore[no-untyped-def]
             row[e] *= row[half + e]
 
 
+@no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def normalize(x, weight, bias, eps, centred, out):  # type: ignore[no-untyped-def]
+def normalize(x, weight, bias, eps, centred, out):
     """LayerNorm, or RMSNorm where not `centred`, of "r e" into `out`, which may be x."""
     features = x.shape[1]
     for r in range(x.shape[0]):
@@ -115,8 +121,9 @@ def normalize(x, weight, bias, eps, centred, out):  # type: ignore[no-untyped-de
             target[e] = (row[e] - mean) * factor * weight[e] + bias[e]
 
 
+@no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def add_scaled(x, y, scale):  # type: ignore[no-untyped-def]
+def add_scaled(x, y, scale):
     """x += y * scale, "r e"; y may be wider."""
     for r in range(x.shape[0]):
         row, added = x[r], y[r]

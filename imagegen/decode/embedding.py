@@ -6,11 +6,13 @@ Axes: `r` row, `n` position, `k` neighbour, `s` value a step, `v` level, `e` wid
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast, no_type_check
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from numba import njit
+from torch import Tensor
 
 from imagegen.decode.elementwise import FAST
 from imagegen.embedding import InputEmbedding, Neighbourhood, ValueAndSinusoid
@@ -46,13 +48,13 @@ def tables_of(embedding: InputEmbedding) -> EmbeddingTables | None:
 def _of_value_and_sinusoid(embedding: ValueAndSinusoid) -> EmbeddingTables:
     spec, values = embedding.raster.spec, embedding.raster.values_per_step
     length, half = embedding.raster.length, embedding.d_model // 2
-    weight = embedding.value.weight.float().cpu().numpy()
+    weight = embedding.value.weight.float().numpy()
     table = np.zeros((1, values, spec.levels + 1, embedding.d_model), dtype=np.float32)
     table[0, :, :-1, :half] = weight[:-1].reshape(values, spec.levels, half)
     # Before the first step, each value has the embedding of the start.
     table[0, :, -1, :half] = weight[-1]
     place = np.zeros((length, embedding.d_model), dtype=np.float32)
-    place[:, half:] = embedding.sinusoid.float().cpu().numpy()
+    place[:, half:] = cast(Tensor, embedding.sinusoid).float().numpy()
     inside = np.arange(length)[:, None] > 0
     return EmbeddingTables(np.ones(1, dtype=np.int64), inside, table, place)
 
@@ -60,10 +62,10 @@ def _of_value_and_sinusoid(embedding: ValueAndSinusoid) -> EmbeddingTables:
 def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
     raster = embedding.raster
     spec, values, width = raster.spec, raster.values_per_step, embedding.d_model
-    lags = embedding.lags.cpu().numpy()
-    table = embedding.value.weight.double().cpu().numpy()
+    lags = cast(Tensor, embedding.lags).numpy()
+    table = embedding.value.weight.double().numpy()
     table = table.reshape(len(lags), values, spec.levels + 1, width).copy()
-    number = embedding.number.weight.double().cpu().numpy().T
+    number = embedding.number.weight.double().numpy().T
     numbers = number[: len(lags) * values].reshape(len(lags), values, 1, width)
     flags = number[len(lags) * values :].reshape(len(lags), 1, 1, width)
     scaled = np.arange(spec.levels).reshape(1, 1, -1, 1) * (2 / (spec.levels - 1)) - 1
@@ -71,7 +73,7 @@ def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
     table[:, :, :-1] += numbers * scaled
     table[:, :1, :-1] += flags
 
-    step = torch.arange(raster.length, device=embedding.row.weight.device)
+    step = torch.arange(raster.length)
     place = (
         embedding.row(step // raster.row_length)
         + embedding.column(step // raster.steps_per_pixel % spec.width)
@@ -80,14 +82,15 @@ def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
     )
     return EmbeddingTables(
         lags.astype(np.int64),
-        embedding.valid.cpu().numpy(),
+        cast(Tensor, embedding.valid).numpy(),
         np.ascontiguousarray(table, dtype=np.float32),
-        place.float().cpu().numpy(),
+        place.float().numpy(),
     )
 
 
+@no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def embed(sequence, position, lags, inside, table, place, context, x):  # type: ignore[no-untyped-def]
+def embed(sequence, position, lags, inside, table, place, context, x):
     """The embedding of a position from the values before it.
 
     Args:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from imagegen.attention.feature_maps import FunctionMap
 from imagegen.attention.linear import LinearAttention, LinearState
 from imagegen.block import Block, GatedLinearUnit
+from imagegen.decode import Decoder
 from imagegen.decode.attention import FEATURE_MAPS
 from imagegen.decode.elementwise import ACTIVATIONS
 from imagegen.decode.embedding import tables_of
@@ -29,10 +30,10 @@ from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 from imagegen.model import ImageTransformer, ModelState
 
 MICRO_BATCH = 48
-"""Rows that go through the layers together: enough for the arithmetic, few enough for the caches."""
+"""Rows that go through the layers together: many for the arithmetic, few for the caches."""
 
 
-class FusedDecoder:
+class FusedDecoder(Decoder):
     """Draws from a model of linear attention on the CPU; see `supports`.
 
     Args:
@@ -55,18 +56,7 @@ class FusedDecoder:
         controls: Controls,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Draw the steps from that of `parameters` to the last one.
-
-        Args:
-            state: after the step of `parameters`, from `model.step` or `model.prefill`; it may have
-                more rows than the sequence, as may `parameters` and `noise`.
-            parameters: the distribution of the first step to draw.
-            sequence: levels of all steps; those from there on are written.
-            noise: uniform numbers of the steps from there on, float64.
-            controls: how to draw, neither greedy nor guided and with all of the distribution.
-            progress: called with the (fractional) number of rows done since the last call, from
-                several threads.
-        """
+        """See `Decoder`."""
         first, length = state.position - 1, sequence.shape[1]
         rows, stride = len(sequence), self.model.raster.row_length
         settings = _settings(self.model, controls)
@@ -139,9 +129,10 @@ def _norm(norm: nn.Module) -> np.ndarray:
     return np.stack([weight, zero if bias is None else bias.detach().float().numpy()])
 
 
-def _scale(scale: Tensor | None, width: int) -> np.ndarray:
-    ones = np.ones(width, dtype=np.float32)
-    return ones if scale is None else scale.detach().float().numpy()
+def _scales(block: Block, width: int) -> np.ndarray:
+    ones = torch.ones(width)
+    scales = [ones if t is None else t.detach().float() for t in (block.scale1, block.scale2)]
+    return torch.stack(scales).numpy()
 
 
 def _weights(model: ImageTransformer) -> Weights:
@@ -170,12 +161,7 @@ def _weights(model: ImageTransformer) -> Weights:
         down_bias,
         np.stack([np.stack([_norm(block.norm1), _norm(block.norm2)]) for block in blocks]),
         _norm(model.norm),
-        np.stack(
-            [
-                np.stack([_scale(block.scale1, width), _scale(block.scale2, width)])
-                for block in blocks
-            ]
-        ),
+        np.stack([_scales(block, width) for block in blocks]),
         pack(head.weight.detach().float().numpy()),
         pad(head.bias.detach().float().numpy()),
     )
@@ -188,9 +174,8 @@ def _settings(model: ImageTransformer, controls: Controls) -> Settings:
     gated = isinstance(nonlinear, GatedLinearUnit)
     activation = nonlinear.activation if isinstance(nonlinear, GatedLinearUnit) else nonlinear
     mixture = isinstance(model.head, MixtureOfLogistics)
-    eps = model.norm.eps
-    if eps is None:  # RMSNorm's default
-        eps = torch.finfo(torch.float32).eps
+    given = cast(float | None, model.norm.eps)
+    eps = torch.finfo(torch.float32).eps if given is None else given  # RMSNorm's default
     return Settings(
         cast(nn.Linear, block.feed_forward[-1]).in_features,
         block.norm_first,

@@ -6,7 +6,7 @@ feed-forward feature, `t i p` packed weights (see `matmul`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int64
@@ -59,8 +59,9 @@ class Settings(NamedTuple):
     scale_temperature: float
 
 
+@no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
-def parameters_at(w, settings, s, z, sequence, position, context, x, y, wide, parameters):  # type: ignore[no-untyped-def]
+def parameters_at(w, settings, s, z, sequence, position, context, x, y, wide, parameters):
     """The distribution of one step, into `parameters`; changes the states s and z.
 
     Args:
@@ -74,8 +75,7 @@ def parameters_at(w, settings, s, z, sequence, position, context, x, y, wide, pa
         parameters: "r p", written.
     """
     embed(sequence, position, w.lags, w.inside, w.table, w.place, context, x)
-    heads, d, m = s.shape[2], s.shape[3], s.shape[4]
-    inner = heads * m
+    inner = s.shape[2] * s.shape[4]
     width = x.shape[1]
     for layer in range(w.qkv.shape[0]):
         norms, scales = w.norms[layer], w.scales[layer]
@@ -107,8 +107,9 @@ def parameters_at(w, settings, s, z, sequence, position, context, x, y, wide, pa
     linear(last, w.head, w.head_bias, parameters)
 
 
+@no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
-def run(w, settings, s, z, sequence, context, noise, first, start, stop, known, parameters):  # type: ignore[no-untyped-def]
+def run(w, settings, s, z, sequence, context, noise, first, start, stop, known, parameters):
     """Draw steps `start` to `stop` - 1 of each row.
 
     Args:

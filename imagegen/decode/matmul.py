@@ -11,7 +11,7 @@ Axes: `r` row, `i` input, `o` output, `t` panel, `p` output in a panel.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import Float
@@ -45,6 +45,7 @@ def pad(bias: Float[np.ndarray, "o"]) -> Float[np.ndarray, "o_padded"]:
 def _tile(rows: int) -> Any:
     """c[r, :16] = start[:16] + sum_i a[r, i] b[i, :16] for `rows` rows, all given by addresses."""
 
+    @no_type_check
     @intrinsic
     def tile(
         typingctx: Any, a: Any, a_stride: Any, b: Any, start: Any, c: Any, c_stride: Any, n: Any
@@ -104,8 +105,9 @@ def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
 _tile1, _tile2, _tile6 = _tile(1), _tile(2), _tile(TILE_ROWS)
 
 
+@no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
-def linear(x, packed, bias, out):  # type: ignore[no-untyped-def]
+def linear(x, packed, bias, out):
     """out = x W^T + bias, for float32 arrays whose rows are contiguous.
 
     Args:

@@ -6,6 +6,7 @@ Axes: `r` row, `p` parameter, `u` uniform number, `s` value, `k` component.
 from __future__ import annotations
 
 import math
+from typing import no_type_check
 
 import numpy as np
 from numba import njit
@@ -13,8 +14,9 @@ from numba import njit
 from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG_SCALE
 
 
+@no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
-def _choose(logits, temperature, uniform, work):  # type: ignore[no-untyped-def]
+def _choose(logits, temperature, uniform, work):
     """`invert_cumulative` of the logits at a temperature."""
     count = logits.shape[0]
     if temperature == 0.0:
@@ -31,8 +33,9 @@ def _choose(logits, temperature, uniform, work):  # type: ignore[no-untyped-def]
     return count - 1
 
 
+@no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
-def draw_categorical(parameters, uniforms, temperature, work, values):  # type: ignore[no-untyped-def]
+def draw_categorical(parameters, uniforms, temperature, work, values):
     """A level for each row from softmax(parameters / temperature).
 
     Args:
@@ -47,14 +50,15 @@ def draw_categorical(parameters, uniforms, temperature, work, values):  # type: 
         values[r, 0] = _choose(logits, temperature, uniforms[r, 0], work)
 
 
+@no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
 def draw_mixture(
     parameters, uniforms, mixture_temperature, scale_temperature, levels, work, values
-):  # type: ignore[no-untyped-def]
+):
     """The values of a step for each row from a mixture of logistics; see `MixtureOfLogistics`.
 
     Args:
-        parameters: "r p", or wider: k logits, s k means, s k log-scales, s (s - 1) / 2 k coefficients.
+        parameters: "r p", or wider, as the head lays them out.
         uniforms: "r s + 1".
         mixture_temperature, scale_temperature: of the choice and of the width.
         levels: number of levels.

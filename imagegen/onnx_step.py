@@ -1,0 +1,137 @@
+"""A model's step as a function of tensors alone, as `onnx_export` needs it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imagegen.block import Block
+from imagegen.errors import UserError
+from imagegen.model import NO_LABEL, ImageTransformer
+
+
+class SingleStep(nn.Module):
+    """A model's step as a function of tensors only, on a copy of the model, in float32.
+
+    Raises:
+        UserError: for attention whose state grows, as no graph of fixed tensors can.
+    """
+
+    def __init__(self, model: ImageTransformer) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+        _replace_bags(self.model)
+        self.initial = self.model.initial_state(1)
+        self._refuse_growing_states()
+        self.labelled = self.model.n_classes is not None
+        classes = self.model.n_classes or 0
+        # What is added for each label, and last for no label.
+        labels = torch.tensor([*range(classes), NO_LABEL])
+        table = self.model.initial_state(len(labels), labels if classes else None).context
+        self.register_buffer("contexts", table)
+        self.initial = dataclasses.replace(self.initial, context=None)
+        self.state = {
+            name: tensor for name, tensor in _named_tensors(self.initial) if tensor.numel() > 0
+        }
+
+    def forward(self, token: Tensor, position: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Shapes and dtypes as the module says, the state in the order of `self.state`."""
+        batch, context = token.shape[0], cast(Tensor | None, self.contexts)
+        if context is not None:
+            last = len(context) - 1
+            if self.labelled:
+                label, *others = others  # type: ignore[assignment]
+                context = F.embedding(torch.where(label < 0, last, label), context)
+            else:
+                context = context.expand(batch, -1)
+        given = dict(zip(self.state, others, strict=True))
+        before = _with_tensors(self.initial, given, "", position, batch)
+        before = dataclasses.replace(before, context=context)
+        parameters, after = self.model.step(token.to(torch.uint8), before)
+        found = dict(_named_tensors(after))
+        return parameters, *(found[name] for name in self.state)
+
+    def inputs(self, batch: int) -> dict[str, Tensor]:
+        """Of the first step, by name."""
+        values = self.model.raster.values_per_step
+        label = {"label": torch.full((batch,), NO_LABEL)} if self.labelled else {}
+        return {
+            "token": torch.zeros(batch, values, dtype=torch.int64),
+            "position": torch.tensor(0),
+            **label,
+            **{name: t.repeat_interleave(batch, dim=0) for name, t in self.state.items()},
+        }
+
+    def _refuse_growing_states(self) -> None:
+        _, after = self.model.step(None, self.initial.clone())
+        for block, old, new in zip(
+            self.model.blocks, self.initial.layers, after.layers, strict=True
+        ):
+            if [t.shape for t in old.tensors()] != [t.shape for t in new.tensors()]:
+                attention = cast(Block, block).attention
+                name = type(getattr(attention, "mechanism", attention)).__name__
+                raise UserError(
+                    f"{name} keeps all earlier positions, so its state grows with every step and "
+                    "has no place in an ONNX file; export a model whose state keeps its size, such "
+                    "as one with attention=linear."
+                )
+
+
+class _SummedEmbedding(nn.Module):
+    """What `EmbeddingBag` gives, in operations that the exporter translates rightly."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, cast(Tensor, self.weight)).sum(dim=1)
+
+
+def _replace_bags(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.EmbeddingBag) and child.mode == "sum":
+                setattr(module, name, _SummedEmbedding(child.weight.detach()))
+
+
+def _named_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state and of the states in it, by the names of their inputs."""
+    for name, value in _parts(state, prefix):
+        if isinstance(value, Tensor):
+            yield name, value
+        elif not isinstance(value, int | None):
+            yield from _named_tensors(value, f"{name}.")
+
+
+def _with_tensors(
+    initial: Any, given: Mapping[str, Tensor], prefix: str, position: Tensor, batch: Any
+) -> Any:
+    """A state like `initial` of the given tensors; whole numbers in it count positions."""
+
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return given[name] if name in given else value.new_zeros(batch, *value.shape[1:])
+        if isinstance(value, int):
+            return position
+        return None if value is None else _with_tensors(value, given, f"{name}.", position, batch)
+
+    parts = [changed(name, value) for name, value in _parts(initial, prefix)]
+    if isinstance(initial, list):
+        return parts
+    fields = [field.name for field in dataclasses.fields(initial)]
+    return dataclasses.replace(initial, **dict(zip(fields, parts, strict=True)))
+
+
+def _parts(state: Any, prefix: str) -> list[tuple[str, Any]]:
+    """The entries of a list or the fields of a dataclass, by name."""
+    if isinstance(state, list):
+        return [(f"{prefix}{index}", value) for index, value in enumerate(state)]
+    names = [field.name for field in dataclasses.fields(state)]
+    return [(prefix + name, getattr(state, name)) for name in names]

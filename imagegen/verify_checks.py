@@ -1,0 +1,285 @@
+"""What `imagegen.verify` measures of a model, one function a check.
+
+Axes: `n` image, `h w c` height, width, channel, `i` position, `s` values a step, `p` parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from imagegen.attention.linear import LinearAttention
+from imagegen.attention.lsh import LSHAttention
+from imagegen.attention.softmax import SoftmaxAttention
+from imagegen.attention.strided import StridedAttention
+from imagegen.drawing import uniforms
+from imagegen.errors import UserError
+from imagegen.generate import ROW_GROUP, generate
+from imagegen.model import ImageTransformer, ModelState
+
+WEIGHTS = "weights are finite"
+FORMS_64 = "parallel form = steps, float64"
+FORMS_32 = "parallel form = steps, as used"
+SUM = "probabilities sum to one"
+SAMPLER = "sampler draws the probabilities"
+CAUSALITY = "no value sees a later one"
+NORMALIZER = "normalisers stay above zero"
+BATCH = "images do not depend on company"
+STATE = "state keeps its size"
+
+GROWING = (SoftmaxAttention, StridedAttention, LSHAttention)
+"""Mechanisms whose state keeps all positions."""
+
+DRAWS = 20_000
+BINS = 32
+POSITIONS = 12
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        name: what should hold.
+        figure: what was measured, in words and numbers.
+        tolerance: what is still sound.
+        ok: whether it is; None where the check has no meaning for the model.
+    """
+
+    name: str
+    figure: str
+    tolerance: str
+    ok: bool | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain strings and booleans."""
+        return asdict(self)
+
+
+def all_checks(
+    model: ImageTransformer, images: UInt8[np.ndarray, "n h w c"], seed: int
+) -> Iterator[Check]:
+    """Run every check, one after the other.
+
+    Args:
+        model: in evaluation mode; stays as it was.
+        images: levels, at least one image.
+        seed: of the random numbers that some checks draw.
+    """
+    sequence = model.raster.to_sequence(torch.from_numpy(np.array(images)).to(model.device))
+    checks: dict[str, Callable[[], Check]] = {
+        WEIGHTS: lambda: weights_are_finite(model),
+        FORMS_64: lambda: forms_agree_exactly(model, sequence),
+        FORMS_32: lambda: forms_agree_in_use(model, sequence),
+        SUM: lambda: probabilities_sum_to_one(model, sequence),
+        SAMPLER: lambda: sampler_draws_the_distribution(model, sequence, seed),
+        CAUSALITY: lambda: nothing_later_is_seen(model, sequence),
+        NORMALIZER: lambda: normalizers_stay_away_from_zero(model, sequence),
+        BATCH: lambda: images_do_not_depend_on_company(model, seed),
+        STATE: lambda: state_keeps_its_size(model, sequence),
+    }
+    for name, check in checks.items():
+        try:
+            with torch.inference_mode():
+                found = check()
+        except (RuntimeError, ValueError, IndexError, UserError) as error:
+            # A broken model may fail anywhere; the other checks say more about it.
+            reason = str(error).partition("\n")[0]
+            found = Check(name, f"failed: {reason}", "to run", False)
+        yield found
+
+
+def weights_are_finite(model: ImageTransformer) -> Check:
+    """Count weights, and fixed numbers beside them, that are NaN or infinite."""
+    tensors = model.state_dict().values()
+    bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors)
+    total = sum(tensor.numel() for tensor in tensors)
+    return Check(WEIGHTS, f"{bad} of {total:,} are not", "0", bad == 0)
+
+
+def forms_agree_exactly(model: ImageTransformer, sequence: Tensor) -> Check:
+    """The largest difference of a log2-probability between the two forms, over all positions.
+
+    In float64, where rounding is far below what any mistake in a formula makes.
+    """
+    tolerance = 1e-6
+    exact = copy.deepcopy(model).double()
+    parallel, steps = _log2_probs(exact, sequence)
+    error = float((parallel - steps).abs().max())
+    return Check(FORMS_64, f"{error:.1e} bits a value", f"{tolerance:g}", error <= tolerance)
+
+
+def forms_agree_in_use(model: ImageTransformer, sequence: Tensor) -> Check:
+    """The largest difference of an image's bits/dim between the two forms, in the model's dtype."""
+    tolerance = 1e-3
+    parallel, steps = _log2_probs(model, sequence)
+    error = float((parallel.flatten(1).mean(1) - steps.flatten(1).mean(1)).abs().max())
+    return Check(FORMS_32, f"{error:.1e} bits/dim", f"{tolerance:g}", error <= tolerance)
+
+
+def probabilities_sum_to_one(model: ImageTransformer, sequence: Tensor) -> Check:
+    """The largest distance from 1 of the sum over all levels, at positions spread over an image."""
+    tolerance = 1e-4
+    chosen = _spread(sequence.shape[1], 256)
+    parameters, values = model.parameters_of(sequence[:1])[0, chosen], sequence[0, chosen]
+    error = 0.0
+    for known in range(sequence.shape[2]):
+        logs = model.head.log_probabilities(parameters, values[:, :known])
+        error = max(error, float((logs.double().exp().sum(dim=-1) - 1).abs().max()))
+    return Check(SUM, f"off by {error:.1e}", f"{tolerance:g}", error <= tolerance)
+
+
+def sampler_draws_the_distribution(model: ImageTransformer, sequence: Tensor, seed: int) -> Check:
+    """The least p-value of chi-squared tests of drawn levels, at some positions of an image.
+
+    Of several values a step, each is tested given those that were drawn before it: the probability
+    of all levels below it, and of a random part of its own, is uniform.
+    """
+    tolerance = 1e-6
+    count = model.head.uniforms_per_step
+    chosen = _spread(sequence.shape[1], POSITIONS)
+    parameters = model.parameters_of(sequence[:1])[0, chosen]
+    least = 1.0
+    for stream, row in enumerate(parameters):
+        noise = torch.from_numpy(uniforms(seed, 0, stream, DRAWS * (count + 1))).to(row.device)
+        noise = noise.view(DRAWS, count + 1)
+        drawn = model.head.sample(row.expand(DRAWS, -1), noise[:, :count])
+        counts = torch.bincount(drawn[:, 0].cpu(), minlength=model.spec.levels).double()
+        expected = DRAWS * model.head.log_probabilities(row.double()).exp().cpu()
+        least = min(least, p_value(counts, expected))
+        for known in range(1, drawn.shape[1]):
+            part = slice(0, DRAWS // 20)
+            given, level = drawn[part, :known], drawn[part, known : known + 1]
+            rows = row.double().expand(len(level), -1)
+            masses = model.head.log_probabilities(rows, given).exp()
+            own = masses.gather(1, level)
+            place = masses.cumsum(dim=1).gather(1, level) - own * noise[part, count:]
+            places = (place * BINS).long().clamp(0, BINS - 1).flatten().cpu()
+            counts = torch.bincount(places, minlength=BINS).double()
+            least = min(least, p_value(counts, torch.full_like(counts, len(level) / BINS)))
+    figure = f"least p = {least:.1e} at {len(chosen)} positions, {DRAWS:,} draws each"
+    return Check(SAMPLER, figure, f"{tolerance:g}", least >= tolerance)
+
+
+def p_value(counts: Tensor, expected: Tensor) -> float:
+    """Pearson's chi-squared test of counts; levels that are expected less than 5 times are joined.
+
+    Returns:
+        the probability of counts at least as far from what is expected; 1 where all levels join.
+    """
+    if not torch.isfinite(expected).all():
+        return 0.0
+    rare = expected < 5
+    counts, expected = (
+        torch.cat([numbers[~rare], numbers[rare].sum().view(1)]) for numbers in (counts, expected)
+    )
+    # What is left over may still be rare; it then joins the rarest of the others.
+    if len(expected) > 1 and expected[-1] < 5:
+        rarest = int(expected[:-1].argmin())
+        for numbers in (counts, expected):
+            numbers[rarest] += numbers[-1]
+        counts, expected = counts[:-1], expected[:-1]
+    freedom = len(expected) - 1
+    if freedom < 1:
+        return 1.0
+    statistic = ((counts - expected).square() / expected).sum()
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, statistic / 2))
+
+
+def nothing_later_is_seen(model: ImageTransformer, sequence: Tensor) -> Check:
+    """Count positions whose change reaches the distribution of a step up to them, bit for bit."""
+    length = sequence.shape[1]
+    leaks, tested = 0, _spread(length, POSITIONS)
+    expected = model.parameters_of(sequence[:1])
+    for position in tested:
+        changed = sequence[:1].int()
+        changed[:, position:] = (changed[:, position:] + 1 + position) % model.spec.levels
+        until = slice(0, position + 1)
+        # NaNs are counted where weights are.
+        before, after = (
+            torch.nan_to_num(parameters[:, until])
+            for parameters in (expected, model.parameters_of(changed.byte()))
+        )
+        leaks += not torch.equal(before, after)
+    return Check(CAUSALITY, f"{leaks} of {len(tested)} positions leak", "0", leaks == 0)
+
+
+def normalizers_stay_away_from_zero(model: ImageTransformer, sequence: Tensor) -> Check:
+    """The least normaliser of linear attention; one near `eps` means an output pulled to zero."""
+    layers = [module for module in model.modules() if isinstance(module, LinearAttention)]
+    if not layers:
+        return Check(NORMALIZER, "no linear attention", "none", None)
+    known = [(layer.watch_normalizer, layer.normalizer_min) for layer in layers]
+    try:
+        for layer in layers:
+            layer.watch_normalizer, layer.normalizer_min = True, None
+        model.parameters_of(sequence)
+        least, floor, ok = math.inf, 0.0, True
+        for layer in layers:
+            value = math.nan if layer.normalizer_min is None else float(layer.normalizer_min)
+            # A feature map that may be negative is clamped on purpose.
+            clamped = layer.feature_map.floor is not None
+            ok &= math.isfinite(value) and (clamped or value >= 10 * layer.eps)
+            least = value if math.isnan(value) else min(least, value)
+            floor = max(floor, 0.0 if clamped else 10 * layer.eps)
+    finally:
+        for layer, (watch, minimum) in zip(layers, known, strict=True):
+            layer.watch_normalizer, layer.normalizer_min = watch, minimum
+    return Check(NORMALIZER, f"least {least:.1e}", f"{floor:g}" if floor else "clamped", ok)
+
+
+def images_do_not_depend_on_company(model: ImageTransformer, seed: int) -> Check:
+    """Count values of an image that differ with the number of images drawn beside it."""
+    alone = next(generate(model, 1, seed=seed, start=1, batch_size=1))[0]
+    few = next(generate(model, 3, seed=seed, batch_size=3))[1]
+    many = next(generate(model, ROW_GROUP + 1, seed=seed, batch_size=ROW_GROUP + 1))[1]
+    differing = sum(int((alone != other).sum()) for other in (few, many))
+    figure = f"{differing} of {2 * alone.size:,} values differ"
+    return Check(BATCH, figure, "0", differing == 0)
+
+
+def state_keeps_its_size(model: ImageTransformer, sequence: Tensor) -> Check:
+    """Bytes of one image's state at the first and the last position."""
+    first = last = 0
+    for _, state in _stepped(model, sequence[:1]):
+        last = state.nbytes
+        first = first or last
+    growing = any(isinstance(module, GROWING) for module in model.modules())
+    figure = f"{first:,} bytes at the first, {last:,} at the last position"
+    if growing:
+        return Check(STATE, figure, "may grow", None)
+    return Check(STATE, figure, "the same", first == last)
+
+
+def _log2_probs(model: ImageTransformer, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """log2-probabilities of all values, "n i s", by the parallel form and step by step."""
+    parallel = model.head.log_prob(model.parameters_of(sequence), sequence)
+    steps = [
+        model.head.log_prob(parameters, sequence[:, position])
+        for position, (parameters, _) in enumerate(_stepped(model, sequence))
+    ]
+    stacked = torch.stack(steps, dim=1)
+    return parallel.double() / math.log(2), stacked.double() / math.log(2)
+
+
+def _stepped(model: ImageTransformer, sequence: Tensor) -> Iterator[tuple[Tensor, ModelState]]:
+    """Parameters and state of every step, the values given."""
+    state = model.initial_state(len(sequence))
+    for position in range(sequence.shape[1]):
+        before = sequence[:, position - 1] if position else None
+        parameters, state = model.step(before, state)
+        yield parameters, state
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """At most `count` different positions from the first to the last."""
+    return sorted({round(x) for x in np.linspace(0, length - 1, min(count, length))})
