@@ -72,8 +72,8 @@ format: $(INSTALLED_TEST) ## format the code and mend what the linter can
 
 lock: $(INSTALLED_TEST) ## refresh constraints.txt from pyproject.toml (UPGRADE=--upgrade: newest versions)
 	$(PIP) install --quiet uv
-	$(PY) -m uv pip compile --quiet $(UPGRADE) --universal --python-version 3.10 --extra test \
-	  --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
+	$(PY) -m uv pip compile --quiet $(UPGRADE) --universal --python-version 3.10 \
+	  --extra test --extra optuna --extra slurm --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
 	  --output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, the demo and caches; trained runs (outputs/) and data stay

@@ -149,10 +149,11 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
             ) from error
         plugin = re.search(r"Could not find '(hydra/(?:launcher|sweeper)/\w+)'", text)
         if plugin and plugin[1] in PLUGINS:
-            extra, package = PLUGINS[plugin[1]]
+            package, what = PLUGINS[plugin[1]]
+            editable = "-e " if what.startswith("'") else ""
             raise UserError(
-                f"this sweep needs the package {package}; install it with "
-                f"pip install -e '.[{extra}]'."
+                f"this sweep needs the package {package}; install it with pip install "
+                f"{editable}{what}."
             ) from error
         raise UserError(f"the configuration cannot be composed: {text}") from error
 

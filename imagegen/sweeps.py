@@ -11,12 +11,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 PLUGINS = {
-    "hydra/launcher/joblib": ("joblib", "hydra-joblib-launcher"),
-    "hydra/launcher/ray": ("ray", "hydra-ray-launcher"),
-    "hydra/launcher/submitit_slurm": ("slurm", "hydra-submitit-launcher"),
-    "hydra/sweeper/optuna": ("optuna", "hydra-optuna-sweeper"),
+    "hydra/launcher/joblib": ("hydra-joblib-launcher", "'.[joblib]'"),
+    # No extra: what it asks for cannot be pinned together with the rest.
+    "hydra/launcher/ray": ("hydra-ray-launcher", "hydra-ray-launcher"),
+    "hydra/launcher/submitit_slurm": ("hydra-submitit-launcher", "'.[slurm]'"),
+    "hydra/sweeper/optuna": ("hydra-optuna-sweeper", "'.[optuna]'"),
 }
-"""The extra, and the package, that each engine of `conf/sweep/` needs."""
+"""The package that each engine of `conf/sweep/` needs, and what pip is asked for to get it."""
 
 
 def sweep_group() -> str | None:

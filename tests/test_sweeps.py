@@ -83,11 +83,11 @@ print("groups", groups)
 
 
 @pytest.mark.parametrize(
-    ("sweep", "package", "extra"),
+    ("sweep", "package", "what"),
     [
-        ("optuna", "hydra-optuna-sweeper", "optuna"),
-        ("ray", "hydra-ray-launcher", "ray"),
-        ("slurm", "hydra-submitit-launcher", "slurm"),
+        ("optuna", "hydra-optuna-sweeper", "-e '.[optuna]'"),
+        ("ray", "hydra-ray-launcher", "hydra-ray-launcher"),
+        ("slurm", "hydra-submitit-launcher", "-e '.[slurm]'"),
     ],
 )
 def test_a_missing_engine_is_named(
@@ -96,7 +96,7 @@ def test_a_missing_engine_is_named(
     capsys: pytest.CaptureFixture[str],
     sweep: str,
     package: str,
-    extra: str,
+    what: str,
 ) -> None:
     import importlib.util
 
@@ -110,5 +110,5 @@ def test_a_missing_engine_is_named(
         train.main()
     assert stop.value.code == 1
     error = capsys.readouterr().err
-    assert f"needs the package {package}; install it with pip install -e '.[{extra}]'" in error
+    assert f"needs the package {package}; install it with pip install {what}." in error
     assert not (tmp_path / "sweep").exists()

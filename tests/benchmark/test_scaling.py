@@ -133,7 +133,10 @@ def test_mistyped_option_is_refused_on_the_command_line(tmp_path: Path) -> None:
         (["mechanisms=[]"], "mechanisms is an empty list"),
         (["mechanisms=[linear,linear]"], "holds linear twice"),
         (["mechanisms=[{name:lsh,round:4}]"], "round"),
-        (["mechanisms=[{name:local,window:x}]"], "mechanisms: local window=x is refused"),
+        (
+            ["mechanisms=[{name:local,window:x}]"],
+            "LocalAttention takes window as a whole number, not 'x'",
+        ),
         (["mechanisms=[{name:local,window:0}]"], "window=0"),
         (["mechanisms=[linear]", "n_heads=3"], "n_heads=3 does not divide d_model=16"),
         (["lengths=[64,0]"], "lengths=0, but it must be a whole number of at least 1"),
