@@ -40,7 +40,6 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
     Raises:
         UserError: for what cannot be trained, or where no rate stands out.
     """
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
     from pytorch_lightning import Trainer, seed_everything
     from pytorch_lightning.tuner import Tuner
@@ -50,7 +49,7 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
     from imagegen.data.datamodule import ImageDataModule
     from imagegen.model import ImageTransformer
     from imagegen.model_options import model_options
-    from imagegen.run import quiet_lightning
+    from imagegen.run import optimizer_factory, quiet_lightning
     from imagegen.training import ImageModule
 
     quiet_lightning()
@@ -59,7 +58,7 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
     seed_everything(cfg.seed, workers=True, verbose=False)
     dataset = build(config["dataset"], ImageDataset)
     model = ImageTransformer(dataset.spec, **model_options(config, dataset))
-    module = ImageModule(model, instantiate(cfg.optimizer))
+    module = ImageModule(model, optimizer_factory(cfg, model))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

@@ -115,7 +115,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     kept = [text for text in overrides if not text.startswith("resume=")]
     metadata = make_metadata(dataset.spec, described, _placed(config["dataset"]), config, kept)
     model = ImageTransformer(dataset.spec, **described)
-    module = ImageModule(model, _optimizer(cfg, model), instantiate(cfg.scheduler))
+    module = ImageModule(model, optimizer_factory(cfg, model), instantiate(cfg.scheduler))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
     # Before anything is written, so that data that cannot be had leave no run behind.
     data.prepare_data()
@@ -170,7 +170,7 @@ def _remove_if_unused(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _optimizer(cfg: DictConfig, model: ImageTransformer) -> OptimizerFactory:
+def optimizer_factory(cfg: DictConfig, model: ImageTransformer) -> OptimizerFactory:
     """The optimizer's factory, tried once, so that bad settings are refused before a run begins."""
     factory: OptimizerFactory = instantiate(cfg.optimizer)
     try:

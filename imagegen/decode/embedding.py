@@ -15,7 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from imagegen.decode.elementwise import FAST
-from imagegen.embedding import InputEmbedding, Neighbourhood, ValueAndSinusoid
+from imagegen.embedding import Neighbourhood, ValueAndSinusoid
 
 
 @dataclass
@@ -36,13 +36,11 @@ class EmbeddingTables:
 
 
 @torch.no_grad()
-def tables_of(embedding: InputEmbedding) -> EmbeddingTables | None:
-    """The tables of an embedding; None for one that is not known here."""
+def tables_of(embedding: ValueAndSinusoid | Neighbourhood) -> EmbeddingTables:
+    """The tables of an embedding."""
     if isinstance(embedding, ValueAndSinusoid):
         return _of_value_and_sinusoid(embedding)
-    if isinstance(embedding, Neighbourhood):
-        return _of_neighbourhood(embedding)
-    return None
+    return _of_neighbourhood(embedding)
 
 
 def _of_value_and_sinusoid(embedding: ValueAndSinusoid) -> EmbeddingTables:

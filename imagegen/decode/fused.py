@@ -24,6 +24,7 @@ from imagegen.decode.elementwise import ACTIVATIONS
 from imagegen.decode.embedding import tables_of
 from imagegen.decode.linear import Settings, Weights, run
 from imagegen.decode.matmul import TILE_ROWS, pack, pad
+from imagegen.embedding import Neighbourhood, ValueAndSinusoid
 from imagegen.heads.categorical import Categorical
 from imagegen.heads.controls import Controls
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
@@ -34,7 +35,7 @@ MICRO_BATCH = 48
 
 
 class FusedDecoder(Decoder):
-    """Draws from a model of linear attention on the CPU; see `supports`.
+    """Draws from a model of linear attention on the CPU; see `why_not`.
 
     Args:
         model: its weights are copied, as they are now.
@@ -96,7 +97,7 @@ def why_not(model: ImageTransformer) -> str | None:
         return f"weights of {str(model.norm.weight.dtype).removeprefix('torch.')}"
     if model.device.type != "cpu":
         return "the model does not lie on the CPU"
-    if tables_of(model.embedding) is None:
+    if not isinstance(model.embedding, (ValueAndSinusoid, Neighbourhood)):
         return f"no tables for {type(model.embedding).__name__}"
     if not isinstance(model.head, (MixtureOfLogistics, Categorical)):
         return f"no sampler for {type(model.head).__name__}"
@@ -136,8 +137,7 @@ def _scales(block: Block, width: int) -> np.ndarray:
 
 
 def _weights(model: ImageTransformer) -> Weights:
-    tables = tables_of(model.embedding)
-    assert tables is not None
+    tables = tables_of(cast(ValueAndSinusoid | Neighbourhood, model.embedding))
     blocks = cast(list[Block], list(model.blocks))
     attentions = [cast(LinearAttention, block.attention) for block in blocks]
     qkv, qkv_bias = _stacked([attention.qkv for attention in attentions])
