@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from imagegen.decode import Decoder, choose_decoder
+from imagegen.decode import PRECISIONS, Decoder, choose_decoder
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 from imagegen.model import NO_LABEL, ImageTransformer
@@ -71,13 +71,17 @@ class Drawing:
         controls: Controls | None,
         labels: Sequence[int] | None,
         progress: Progress | None,
+        precision: str = "auto",
     ) -> Drawing:
         """What a user asks for, checked.
 
         Raises:
-            UserError: for labels or controls that the model does not have.
+            UserError: for labels or controls that the model does not have, or a precision that
+            there is not.
         """
         controls = controls or Controls()
+        if precision not in PRECISIONS:
+            raise UserError(f"precision={precision} must be one of {', '.join(PRECISIONS)}.")
         model.head.check(controls)
         if labels is not None:
             check_labels(model, labels)
@@ -86,7 +90,7 @@ class Drawing:
                 f"guidance={controls.guidance} needs labels to guide towards; add label=."
             )
         chosen = None if labels is None else tuple(labels)
-        return cls(seed, controls, chosen, progress, choose_decoder(model, controls))
+        return cls(seed, controls, chosen, progress, choose_decoder(model, controls, precision))
 
     @property
     def copies(self) -> int:

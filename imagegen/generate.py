@@ -37,6 +37,7 @@ def generate(
     labels: Sequence[int] | None = None,
     batch_size: int | None = None,
     start: int = 0,
+    precision: str = "auto",
     progress: Progress | None = None,
 ) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
     """Draw images `start` to `start + n - 1` of `seed`.
@@ -49,6 +50,8 @@ def generate(
         labels: image i is of class labels[i % len(labels)], 0 to n_classes - 1, or -1 for none;
             without them no image has a label.
         batch_size: images drawn together; 64 by default.
+        precision: of the weights where a compiled loop draws: auto, 32, int16 or int8; see
+            `imagegen.decode.choose_decoder`.
         progress: called with the (fractional) number of images done since the last call.
 
     Yields:
@@ -61,7 +64,7 @@ def generate(
     _check("n", n, 1)
     _check("start", start, 0)
     batch_size = _checked_settings(seed, batch_size)
-    drawing = Drawing.of(model, seed, controls, labels, progress)
+    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
     return _generate(model, n, drawing, batch_size, start)
 
 
@@ -89,6 +92,7 @@ def complete(
     controls: Controls | None = None,
     labels: Sequence[int] | None = None,
     batch_size: int | None = None,
+    precision: str = "auto",
     progress: Progress | None = None,
 ) -> UInt8[np.ndarray, "n k h w c"]:
     """Draw several continuations of the first rows of each image.
@@ -102,7 +106,7 @@ def complete(
         visible_rows: for each image, the number of rows to keep, 0 to h.
         completions: continuations `k` of each image, at least 1. Continuation j of image i is the
             same for every number of images and continuations.
-        seed, controls, labels, batch_size: as in `generate`.
+        seed, controls, labels, batch_size, precision: as in `generate`.
         progress: called with the (fractional) number of continuations done since the last call.
 
     Raises:
@@ -110,7 +114,7 @@ def complete(
     """
     _check("completions", completions, 1)
     batch_size = _checked_settings(seed, batch_size)
-    drawing = Drawing.of(model, seed, controls, labels, progress)
+    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
     height = model.spec.height
     if len(visible_rows) != len(images):
         raise UserError(f"visible rows are given for {len(visible_rows)} of {len(images)} images.")

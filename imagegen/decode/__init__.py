@@ -56,10 +56,23 @@ class Decoder(ABC):
 SHORTEST = 256
 
 
-def choose_decoder(model: ImageTransformer, controls: Controls) -> Decoder | None:
+PRECISIONS = {"auto": 16, "32": 32, "int16": 16, "int8": 8}
+"""Bits of the weights in the compiled loop."""
+
+
+def choose_decoder(
+    model: ImageTransformer, controls: Controls, precision: str = "auto"
+) -> Decoder | None:
     """A compiled decoder of the model as it is now; None where PyTorch's operations have to do.
 
-    Which it is depends on the model and the controls alone. The reason is told once.
+    Which it is depends on the model, the machine and the arguments alone. The reason is told once.
+
+    Args:
+        model: is copied.
+        controls: how to draw.
+        precision: of the weights: `32` for float32; `int16` or `int8` for whole numbers, see
+            `imagegen.decode.integer`; `auto` takes int16, which changes bits/dim by less than
+            0.001, where the processor has instructions for it.
     """
     if model.raster.length < SHORTEST:
         return None
@@ -74,7 +87,14 @@ def choose_decoder(model: ImageTransformer, controls: Controls) -> Decoder | Non
     if reason is not None:
         _say(f"without compiled loops: {reason}")
         return None
-    decoder: Decoder = fused.FusedDecoder(model)
+    from imagegen.decode.integer import is_supported
+
+    bits = PRECISIONS[precision]
+    if bits < 32 and not is_supported():
+        if precision != "auto":
+            _say(f"in float32, for the processor has no instructions for {precision}")
+        bits = 32
+    decoder: Decoder = fused.FusedDecoder(model, bits)
     return decoder
 
 

@@ -24,13 +24,24 @@ LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 
 @no_type_check
 @intrinsic
-def _as_float(typingctx: Any, bits: Any) -> Any:
+def as_float(typingctx: Any, bits: Any) -> Any:
     """The float32 that has these 32 bits."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), codegen
+
+
+@no_type_check
+@intrinsic
+def as_int(typingctx: Any, number: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
 
 
 @no_type_check
@@ -53,7 +64,41 @@ def exp32(x):
     p = p * r + float32(0.5)
     p = p * r + float32(1.0)
     p = p * r + float32(1.0)
-    return p * _as_float((int32(n) + int32(127)) << int32(23))
+    return p * as_float((int32(n) + int32(127)) << int32(23))
+
+
+@no_type_check
+@njit(inline="always", error_model="numpy")
+def softplus32(x):
+    """log(1 + exp(x)), in operations that vectorise; relative error below 1e-6.
+
+    With w = 1 + exp(x) = 2^n m, m around 1: log w = n ln 2 + 2 artanh((m - 1) / (m + 1)). What w
+    loses of a small exp(x) by rounding comes back as the factor exp(x) / (w - 1).
+    """
+    u = exp32(min(x, float32(60.0)))
+    w = float32(1.0) + u
+    bits = as_int(w) - int32(0x3F3504F3)  # of sqrt(1/2)
+    n = bits >> int32(23)
+    m = as_float((bits & int32(0x007FFFFF)) + int32(0x3F3504F3))
+    f = (m - float32(1.0)) / (m + float32(1.0))
+    g = f * f
+    p = float32(2.0 / 9.0)
+    p = p * g + float32(2.0 / 7.0)
+    p = p * g + float32(2.0 / 5.0)
+    p = p * g + float32(2.0 / 3.0)
+    p = p * g + float32(2.0)
+    log_w = float32(n) * LN2_HIGH + (float32(n) * LN2_LOW + p * f)
+    rest = w - float32(1.0)
+    small = u if rest == float32(0.0) else log_w * (u / rest)
+    return x if x > float32(60.0) else small
+
+
+@no_type_check
+@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+def silu_(x):
+    """x = x sigmoid(x), in place."""
+    for i in range(x.shape[0]):
+        x[i] = x[i] / (float32(1.0) + exp32(-x[i]))
 
 
 @no_type_check
@@ -73,59 +118,58 @@ def gelu32(x):
 
 @no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def activate(x, kind):
-    """x = activation(x), "r e"."""
-    for r in range(x.shape[0]):
+def activate(x, features, kind, first, stop):
+    """x = activation(x) for the first features of the rows from `first` to `stop` - 1."""
+    for r in range(first, stop):
         row = x[r]
         if kind == RELU:
-            for e in range(row.shape[0]):
+            for e in range(features):
                 row[e] = max(row[e], float32(0.0))
         elif kind == GELU:
-            for e in range(row.shape[0]):
+            for e in range(features):
                 row[e] = gelu32(row[e])
         else:
-            for e in range(row.shape[0]):
+            for e in range(features):
                 row[e] = row[e] / (float32(1.0) + exp32(-row[e]))
 
 
 @no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def activate_gated(x, kind):
-    """x[:, :f] = activation(x[:, :f]) * x[:, f:2f], "r 2f"."""
-    half = x.shape[1] // 2
-    activate(x[:, :half], kind)
-    for r in range(x.shape[0]):
+def activate_gated(x, features, kind, first, stop):
+    """x[:, :f] = activation(x[:, :f]) * x[:, f:2f] for f features; see `activate`."""
+    activate(x, features, kind, first, stop)
+    for r in range(first, stop):
         row = x[r]
-        for e in range(half):
-            row[e] *= row[half + e]
+        for e in range(features):
+            row[e] *= row[features + e]
 
 
 @no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def normalize(x, weight, bias, eps, centred, out):
-    """LayerNorm, or RMSNorm where not `centred`, of "r e" into `out`, which may be x."""
-    features = x.shape[1]
-    for r in range(x.shape[0]):
+def normalize(x, weight, bias, eps, centred, out, first, stop):
+    """LayerNorm, or RMSNorm where not `centred`, of some rows of x into `out`, which may be x."""
+    features = weight.shape[0]
+    for r in range(first, stop):
         row, target = x[r], out[r]
         mean = float32(0.0)
         if centred:
             for e in range(features):
                 mean += row[e]
-            mean /= features
+            mean /= float32(features)
         square = float32(0.0)
         for e in range(features):
             difference = row[e] - mean
             square += difference * difference
-        factor = float32(1.0) / np.sqrt(square / features + eps)
+        factor = float32(1.0) / np.sqrt(square / float32(features) + eps)
         for e in range(features):
             target[e] = (row[e] - mean) * factor * weight[e] + bias[e]
 
 
 @no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def add_scaled(x, y, scale):
-    """x += y * scale, "r e"; y may be wider."""
-    for r in range(x.shape[0]):
+def add_scaled(x, y, scale, first, stop):
+    """x += y * scale for some rows; y may be wider."""
+    for r in range(first, stop):
         row, added = x[r], y[r]
-        for e in range(row.shape[0]):
+        for e in range(scale.shape[0]):
             row[e] += added[e] * scale[e]

@@ -88,7 +88,7 @@ def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
 
 @no_type_check
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def embed(sequence, position, lags, inside, table, place, context, x):
+def embed(sequence, position, lags, inside, table, place, context, x, first, stop):
     """The embedding of a position from the values before it.
 
     Args:
@@ -97,9 +97,10 @@ def embed(sequence, position, lags, inside, table, place, context, x):
         lags, inside, table, place: see `EmbeddingTables`.
         context: "r e", added.
         x: "r e", written.
+        first, stop: the rows to go through.
     """
     outside = table.shape[2] - 1
-    for r in range(x.shape[0]):
+    for r in range(first, stop):
         row = x[r]
         for e in range(row.shape[0]):
             row[e] = place[position, e] + context[r, e]

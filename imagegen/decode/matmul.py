@@ -42,6 +42,19 @@ def pad(bias: Float[np.ndarray, "o"]) -> Float[np.ndarray, "o_padded"]:
     return padded
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for the line at an address, which need not be that of anything, to be read.
+
+    Weights come from beyond the caches of a core; the next panel is asked for during this one.
+    """
+    byte, flag = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte] + [flag] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    read, low_locality, data = 0, 2, 1
+    arguments = [ir.Constant(flag, value) for value in (read, low_locality, data)]
+    builder.call(function, [builder.inttoptr(address, byte), *arguments])
+
+
 def _tile(rows: int) -> Any:
     """c[r, :16] = start[:16] + sum_i a[r, i] b[i, :16] for `rows` rows, all given by addresses."""
 
@@ -86,6 +99,8 @@ def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
     with cgutils.for_range(builder, n) as loop:
         panel = builder.add(b, builder.mul(loop.index, ir.Constant(b.type, PANEL * FLOAT)))
         weights = [load(at(panel, j * LANES * FLOAT), vector) for j in columns]
+        ahead = builder.add(panel, builder.mul(n, ir.Constant(b.type, PANEL * FLOAT)))
+        prefetch(builder, ahead)
         offset = builder.mul(loop.index, ir.Constant(a.type, FLOAT))
         for r in range(rows):
             value = load(builder.add(a_rows[r], offset), scalar)
@@ -107,20 +122,21 @@ _tile1, _tile2, _tile6 = _tile(1), _tile(2), _tile(TILE_ROWS)
 
 @no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
-def linear(x, packed, bias, out):
+def linear(x, packed, bias, first, stop, out):
     """out = x W^T + bias, for float32 arrays whose rows are contiguous.
 
     Args:
         x: "r i", or wider.
         packed: "t i p", from `pack`.
         bias: "t * p", from `pad`.
+        first, stop: the panels to go through.
         out: "r t * p", or wider.
     """
     rows, inputs = x.shape[0], packed.shape[1]
     x_stride, out_stride = x.strides[0] // FLOAT, out.strides[0] // FLOAT
     x_at, out_at = x.ctypes.data, out.ctypes.data
     packed_at, bias_at = packed.ctypes.data, bias.ctypes.data
-    for t in range(packed.shape[0]):
+    for t in range(first, stop):
         panel = packed_at + t * inputs * PANEL * FLOAT
         start = bias_at + t * PANEL * FLOAT
         r = 0

@@ -35,7 +35,7 @@ def _choose(logits, temperature, uniform, work):
 
 @no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
-def draw_categorical(parameters, uniforms, temperature, work, values):
+def draw_categorical(parameters, uniforms, temperature, work, values, first, stop):
     """A level for each row from softmax(parameters / temperature).
 
     Args:
@@ -44,8 +44,9 @@ def draw_categorical(parameters, uniforms, temperature, work, values):
         temperature: above 0, or 0 for the most probable level.
         work: "levels", float64.
         values: "r 1", written.
+        first, stop: the rows to go through.
     """
-    for r in range(values.shape[0]):
+    for r in range(first, stop):
         logits = parameters[r, : work.shape[0]]
         values[r, 0] = _choose(logits, temperature, uniforms[r, 0], work)
 
@@ -53,7 +54,15 @@ def draw_categorical(parameters, uniforms, temperature, work, values):
 @no_type_check
 @njit(cache=True, nogil=True, error_model="numpy")
 def draw_mixture(
-    parameters, uniforms, mixture_temperature, scale_temperature, levels, work, values
+    parameters,
+    uniforms,
+    mixture_temperature,
+    scale_temperature,
+    levels,
+    work,
+    values,
+    first,
+    stop,
 ):
     """The values of a step for each row from a mixture of logistics; see `MixtureOfLogistics`.
 
@@ -64,9 +73,10 @@ def draw_mixture(
         levels: number of levels.
         work: "k", float64.
         values: "r s", written.
+        first, stop: the rows to go through.
     """
     components, per_step = work.shape[0], values.shape[1]
-    for r in range(values.shape[0]):
+    for r in range(first, stop):
         row = parameters[r]
         k = _choose(row[:components], mixture_temperature, uniforms[r, 0], work)
         coefficient = components * (1 + 2 * per_step) + k

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 
 from imagegen import decode
 from imagegen.decode import choose_decoder
-from imagegen.decode.attention import FEATURE_MAPS, linear_attention
 from imagegen.decode.embedding import embed, tables_of
 from imagegen.decode.fused import FusedDecoder, why_not
+from imagegen.decode.integer import is_supported
 from imagegen.generate import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
@@ -21,7 +22,13 @@ from tests.helpers import tiny_model
 
 NEIGHBOURHOOD = {"_target_": "imagegen.embedding.Neighbourhood"}
 CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
-RELU = {"_target_": "imagegen.attention.linear.LinearAttention", "feature_map": "relu"}
+
+
+def _attention(name: str, **options: Any) -> dict[str, Any]:
+    return {"_target_": f"imagegen.attention.{name}", **options}
+
+
+RELU = _attention("linear.LinearAttention", feature_map="relu")
 MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
     "paper": (ImageSpec(9, 7), {"norm_first": False, "activation": "relu", "n_layers": 2}),
     "default": (ImageSpec(9, 7, 1, 17), {"embedding": NEIGHBOURHOOD, "n_layers": 2}),
@@ -40,6 +47,21 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
         },
     ),
     "categorical": (ImageSpec(6, 5, 1, 17), {"head": CATEGORICAL, "attention": RELU}),
+    "retention": (ImageSpec(6, 5, 1, 17), {"attention": _attention("retention.Retention")}),
+    "gla": (
+        ImageSpec(6, 5, 1, 17),
+        {"attention": _attention("gla.GatedLinearAttention", gate_temperature=2.0)},
+    ),
+    "delta": (ImageSpec(6, 5, 1, 17), {"attention": _attention("delta.DeltaNet"), "n_layers": 2}),
+    "gated_delta": (
+        ImageSpec(6, 5, 1, 17),
+        {"attention": _attention("gated_delta.GatedDeltaNet"), "head_dim": 6},
+    ),
+    "gated_delta by channel": (
+        ImageSpec(6, 5, 1, 17),
+        {"attention": _attention("gated_delta.GatedDeltaNet", gate="channel", conv_size=0)},
+    ),
+    "softmax": (ImageSpec(6, 5, 1, 17), {"attention": _attention("softmax.SoftmaxAttention")}),
     "plain sub-pixels": (ImageSpec(5, 4, 3), {"tokens": "pixel", "head_dim": 5}),
 }
 
@@ -73,6 +95,7 @@ def test_the_same_images(
     if "Categorical" in type(model.head).__name__ and controls.mixture_temperature is not None:
         pytest.skip("categorical heads have one temperature")
     options: dict[str, Any] = {"seed": 3, "controls": controls, "labels": _labels(model)}
+    options["precision"] = "32"
     assert choose_decoder(model, controls) is not None
     compiled = _all(model, 30, **options)
     visible = [2, 3, 0] * 4
@@ -110,6 +133,46 @@ def test_an_image_does_not_depend_on_its_company(
     assert (again[:, 0] == expected[:3]).reshape(3, -1).all(axis=1).mean() >= 0.6
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [32, *(bits for bits in (16, 8) if is_supported())])
+def test_the_distribution_of_every_step(model: ImageTransformer, bits: int) -> None:
+    """Step by step in the decoder's arithmetic against the parallel form in float64."""
+    decoder = FusedDecoder(model, bits)
+    sequence = torch.randint(
+        model.spec.levels, (5, model.raster.length, model.raster.values_per_step)
+    ).to(torch.uint8)
+    if model.n_classes is None:
+        labels, context = None, None
+    else:
+        labels = torch.tensor([0, 1, 2, 0, 1])
+        context = model.initial_state(5, labels).context.numpy()  # type: ignore[union-attr]
+    drawn = decoder.parameters(sequence.numpy(), context)
+    double = copy.deepcopy(model).double().eval()
+    expected = double.parameters_of(sequence, labels).numpy()
+    error = np.sqrt(((drawn - expected) ** 2).mean() / expected.var())
+    assert error < {32: 2e-6, 16: 2e-3, 8: 3e-2}[bits]
+    if bits == 32:
+        np.testing.assert_allclose(drawn, expected, atol=3e-5 * np.abs(expected).max())
+
+
+def test_an_interrupted_drawing_ends(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(done: float) -> None:
+        raise Stop
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(Stop):
+            _all(model, 5, progress=stop, labels=_labels(model))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_progress_adds_up(model: ImageTransformer) -> None:
     done: list[float] = []
     _all(model, 21, batch_size=10, progress=done.append)
@@ -138,33 +201,17 @@ def test_tables_are_the_embedding(name: str) -> None:
             tables.place,
             context,
             x,
+            0,
+            3,
         )
         np.testing.assert_allclose(x, expected[:, position], atol=2e-6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_attention_is_the_recurrence(feature_map: str) -> None:
-    from imagegen.attention.linear import LinearAttention
-
-    torch.manual_seed(0)
-    module = LinearAttention(12, 2, feature_map=feature_map)
-    state = module.initial_state(3)
-    s, z = state.s.numpy().copy(), state.z.numpy().copy()
-    for _ in range(20):
-        x = torch.randn(3, 12)
-        expected, state = module.step(x, state)
-        qkv, y = module.qkv(x).numpy(), np.empty((3, 12), dtype=np.float32)
-        linear_attention(qkv, s, z, FEATURE_MAPS[feature_map], np.float32(1e-6), y)
-        torch.testing.assert_close(module.out(torch.from_numpy(y)), expected, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(s, state.s, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(z, state.z, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"attention": {"_target_": "imagegen.attention.softmax.SoftmaxAttention"}}, "SoftmaxAtt"),
+        ({"attention": _attention("local.LocalAttention", window=3)}, "LocalAttention"),
+        ({"attention": _attention("retention.Retention", conv_size=2)}, "conv_size"),
         ({"attention": {**RELU, "feature_map": "favor"}}, "feature map"),
         ({"convolution": [1, 1]}, "convolutions"),
     ],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from imagegen.decode.matmul import linear, pack, pad
+from imagegen.decode.matmul import PANEL, linear, pack, pad
 
 RNG = np.random.default_rng(0)
 
@@ -15,7 +15,7 @@ def _layer(inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _apply(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     out = np.full((len(x), len(pad(bias))), np.nan, dtype=np.float32)
-    linear(x, pack(weight), pad(bias), out)
+    linear(x, pack(weight), pad(bias), 0, len(pad(bias)) // PANEL, out)
     return out
 
 
@@ -43,6 +43,18 @@ def test_rows_may_lie_apart() -> None:
     weight, bias = _layer(20, 16)
     wide = RNG.standard_normal((8, 50)).astype(np.float32)
     out = np.zeros((8, 40), dtype=np.float32)
-    linear(wide[:, :20], pack(weight), pad(bias), out)
+    linear(wide[:, :20], pack(weight), pad(bias), 0, 1, out)
     assert np.array_equal(out[:, :16], _apply(wide[:, :20].copy(), weight, bias))
     assert not out[:, 16:].any()
+
+
+def test_panels_can_be_shared_out() -> None:
+    weight, bias = _layer(30, 70)
+    x = RNG.standard_normal((4, 30)).astype(np.float32)
+    out = np.full((4, 80), np.nan, dtype=np.float32)
+    linear(x, pack(weight), pad(bias), 1, 3, out)
+    assert np.isnan(out[:, :16]).all()
+    assert np.isnan(out[:, 48:]).all()
+    linear(x, pack(weight), pad(bias), 0, 1, out)
+    linear(x, pack(weight), pad(bias), 3, 5, out)
+    assert np.array_equal(out, _apply(x, weight, bias))
