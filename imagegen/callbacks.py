@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import Timer
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.durations import format_seconds
@@ -252,3 +252,28 @@ class StopWhole(Callback):
         """Ask for the end once the steps are spent."""
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True
+
+
+class KeepUnvalidated(Callback):
+    """Saves what is kept after each validation where there is none: when the run stops, and after
+    each epoch.
+    """
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if this was the last step."""
+        if trainer.should_stop:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save after a whole epoch; one that was stopped has been saved as such."""
+        if not trainer.should_stop:
+            self._save(trainer)
+
+    @staticmethod
+    def _save(trainer: Trainer) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is None:
+                folder, name = Path(str(callback.dirpath)), str(callback.filename)
+                trainer.save_checkpoint(folder / f"{name}.ckpt")

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from imagegen.decode import PRECISIONS, Decoder, choose_decoder
+from imagegen.decode import Decoder, choose_decoder
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 from imagegen.model import NO_LABEL, ImageTransformer
@@ -80,8 +80,6 @@ class Drawing:
             there is not.
         """
         controls = controls or Controls()
-        if precision not in PRECISIONS:
-            raise UserError(f"precision={precision} must be one of {', '.join(PRECISIONS)}.")
         model.head.check(controls)
         if labels is not None:
             check_labels(model, labels)

@@ -23,6 +23,7 @@ from imagegen.progress import image_progress
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch import Tensor
 
     from imagegen.model import ImageTransformer
 
@@ -37,6 +38,7 @@ def score_images(
     batch_size: int | None = None,
     progress: Callable[[float], None] | None = None,
     labels: Int64[np.ndarray, " n"] | None = None,
+    precision: str | None = None,
 ) -> Float64[np.ndarray, " n"]:
     """bits/dim of each image, whatever the batch size.
 
@@ -46,12 +48,16 @@ def score_images(
         labels: classes of the images, for models that know them; -1 is no label.
         batch_size: images scored together; by default as many as make `POSITIONS` dimensions.
         progress: called with the number of images done since the last call.
+        precision: score as the compiled loop draws, step by step in this precision (see
+            `imagegen.decode.choose_decoder`); by default by the parallel form.
 
     Raises:
-        UserError: where a score is not finite, as with a diverged model.
+        UserError: where a score is not finite, as with a diverged model, or where no compiled loop
+            draws from the model in that precision.
     """
     import torch
 
+    bits_per_dim = model.bits_per_dim if precision is None else _as_drawn(model, precision)
     device = next(model.parameters()).device
     batch_size = batch_size or max(1, POSITIONS.get(device.type, 1 << 14) // model.spec.dims)
     scores = np.empty(len(images), dtype=np.float64)
@@ -64,7 +70,7 @@ def score_images(
                 known = None
                 if labels is not None:
                     known = torch.from_numpy(labels[first : first + batch_size]).to(device)
-                bits = model.bits_per_dim(batch.to(device), known)
+                bits = bits_per_dim(batch.to(device), known)
                 scores[first : first + len(batch)] = bits.double().cpu().numpy()
                 if progress is not None:
                     progress(len(batch))
@@ -77,6 +83,19 @@ def score_images(
             "must have diverged; evaluate another checkpoint."
         )
     return scores
+
+
+def _as_drawn(model: ImageTransformer, precision: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """bits/dim of images "b h w c" and their labels in the arithmetic of the compiled loop."""
+    from imagegen.decode import parameters_as_drawn
+
+    def bits_per_dim(images: Tensor, labels: Tensor | None) -> Tensor:
+        sequence = model.raster.to_sequence(images)
+        parameters = parameters_as_drawn(model, sequence, labels, precision)
+        nats: Tensor = -model.head.log_prob(parameters, sequence).mean((1, 2))
+        return nats / math.log(2)
+
+    return bits_per_dim
 
 
 def classify_images(
@@ -136,6 +155,9 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     limit = opt.optional_whole_number(config["limit"], "limit", 1)
     with_labels = opt.flag(config["labels"], "labels")
     classify = opt.flag(config["classify"], "classify")
+    precision = None if config["precision"] is None else str(config["precision"])
+    if classify and precision is not None:
+        raise UserError("precision and classify=true do not go together; leave one out.")
     out = None if config["out"] is None else opt.absolute(str(config["out"]))
     if out is not None:
         ensure_writable(out)
@@ -161,12 +183,13 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
             scores = every[np.arange(len(images)), labels]
             classified = {"accuracy": float((every.argmin(axis=1) == labels).mean())}
         else:
-            scores = score_images(model, images, batch_size, advance, labels)
+            scores = score_images(model, images, batch_size, advance, labels, precision)
     result = {
         "bits_per_dim": float(scores.mean()),
         "standard_error": standard_error(scores),
         "given_labels": labels is not None and model.n_classes is not None,
         **classified,
+        "precision": precision,
         "images": len(images),
         "dims": model.spec.dims,
         "dataset": dataset.name,
@@ -187,6 +210,8 @@ def summary(result: Mapping[str, Any]) -> str:
     error = result["standard_error"]
     spread = "" if error is None else f" ± {error:.4f}"
     given = " given their labels" if result["given_labels"] else ""
+    if result["precision"] is not None:
+        given += f" as drawn with precision={result['precision']}"
     line = (
         f"{result['bits_per_dim']:.4f}{spread} bits/dim over {result['images']} images of "
         f"{result['dims']} dimensions{given} ({result['dataset']}, {result['split']})"

@@ -25,7 +25,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
 from imagegen.build import build
-from imagegen.callbacks import ExactSteps, Interruptible
+from imagegen.callbacks import ExactSteps, Interruptible, KeepUnvalidated
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
@@ -221,6 +221,7 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback]) -> Trainer:
         callbacks.append(RichProgressBar())
     if options.get("limit_val_batches") == 0:
         callbacks = [c for c in callbacks if not (isinstance(c, ModelCheckpoint) and c.monitor)]
+        callbacks.append(KeepUnvalidated())
     trainer: Trainer = instantiate(
         options,
         callbacks=callbacks,

@@ -65,6 +65,18 @@ def test_scores_are_of_images_not_of_batches() -> None:
     np.testing.assert_allclose(scores, -log_prob.numpy() / (spec.dims * math.log(2)), rtol=1e-5)
 
 
+def test_scores_as_drawn(ckpt: Path, tmp_path: Path) -> None:
+    expected = evaluate(ckpt, "limit=30")["bits_per_dim"]
+    for precision, tolerance in (("32", 1e-5), ("int16", 1e-3), ("auto", 1e-3), ("int8", 5e-3)):
+        result = evaluate(ckpt, "limit=30", f"precision={precision}")
+        assert result["bits_per_dim"] == pytest.approx(expected, abs=tolerance)
+        assert result["precision"] == precision
+    local = {"_target_": "imagegen.attention.local.LocalAttention", "window": 4}
+    path = save_tiny_checkpoint(tmp_path / "local.ckpt", attention=local)
+    with pytest.raises(UserError, match="no loop for LocalAttention; leave precision out"):
+        evaluate(path, "limit=3", "precision=32")
+
+
 def test_scoring_switches_dropout_off_and_back_on() -> None:
     spec = ImageSpec(4, 4, 1, 17)
     model = tiny_model(spec, dropout=0.5).train()
@@ -129,6 +141,8 @@ def test_whole_splits(ckpt: Path, split: str, images: int) -> None:
     ("overrides", "sentence"),
     [
         (["split=all"], "split=all is unknown; it can be train, val, test"),
+        (["precision=16"], "precision=16 must be one of auto, 32, int16, int8"),
+        (["precision=auto", "classify=true"], "do not go together"),
         (["limit=0"], "limit=0, but it must be a whole number of at least 1"),
         (["batch_size=-1"], "batch_size=-1, but"),
         (["ckpt=null"], "ckpt is missing; add ckpt="),

@@ -10,12 +10,15 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float, UInt8
+import torch
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 
 if TYPE_CHECKING:
@@ -25,7 +28,13 @@ else:  # Annotations are checked in tests; the model imports nothing from here.
 
 
 class Decoder(ABC):
-    """Draws from one model."""
+    """Draws from one model.
+
+    Attributes:
+        variant: what the compiled code depends on, in one word.
+    """
+
+    variant: str
 
     @abstractmethod
     def draw(
@@ -50,6 +59,19 @@ class Decoder(ABC):
                 several threads.
         """
 
+    @abstractmethod
+    def parameters(
+        self,
+        sequence: UInt8[np.ndarray, "b n s"],
+        context: Float[np.ndarray, "b e"] | None = None,
+    ) -> Float[np.ndarray, "b n p"]:
+        """The distributions of all steps of known sequences, in the decoder's own arithmetic.
+
+        Args:
+            sequence: levels.
+            context: added to the embedding, as `ModelState.context`.
+        """
+
 
 # Shorter sequences are drawn in moments anyway, and loading compiled code takes one too. The number
 # of images does not matter, so that an image does not depend on it.
@@ -71,22 +93,67 @@ def choose_decoder(
         model: is copied.
         controls: how to draw.
         precision: of the weights: `32` for float32; `int16` or `int8` for whole numbers, see
-            `imagegen.decode.integer`; `auto` takes int16, which changes bits/dim by less than
-            0.001, where the processor has instructions for it.
+            `imagegen.decode.integer`; `auto` takes int16 where the processor has instructions for
+            it, which has changed bits/dim by less than 0.0001 where it was measured.
+
+    Raises:
+        UserError: for another precision.
     """
+    check_precision(precision)
     if model.raster.length < SHORTEST:
         return None
     if controls.greedy or controls.top_p != 1 or controls.guidance != 1:
         return None
+    decoder = _decoder(model, precision)
+    if isinstance(decoder, Decoder):
+        return decoder
+    _say(f"without compiled loops: {decoder}")
+    return None
+
+
+def parameters_as_drawn(
+    model: ImageTransformer,
+    sequence: UInt8[Tensor, "b n s"],
+    labels: Int64[Tensor, "b"] | None,
+    precision: str,
+) -> Float[Tensor, "b n p"]:
+    """`ImageTransformer.parameters_of`, step by step in the arithmetic of the compiled loop.
+
+    Raises:
+        UserError: for an unknown precision, or a model that has no compiled loop.
+    """
+    check_precision(precision)
+    decoder = _decoder(model, precision)
+    if not isinstance(decoder, Decoder):
+        raise UserError(
+            f"precision={precision} asks for compiled loops, and there are none: {decoder}; leave "
+            "precision out."
+        )
+    context = model.initial_state(len(sequence), labels).context
+    numbers = None if context is None else context.float().numpy()
+    return torch.from_numpy(decoder.parameters(sequence.numpy(), numbers))
+
+
+def check_precision(precision: str) -> None:
+    """Refuse a precision that there is not.
+
+    Raises:
+        UserError: for it.
+    """
+    if precision not in PRECISIONS:
+        raise UserError(f"precision={precision} must be one of {', '.join(PRECISIONS)}.")
+
+
+def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
+    """A compiled decoder of the model, or why there is none."""
     try:
         fused = _fused()
     except Exception as error:  # Numba missing, too old, or at odds with another package
-        _say(f"without compiled loops: {error}")
-        return None
-    reason = fused.why_not(model)
+        return str(error)
+    reason: str | None = fused.why_not(model)
     if reason is not None:
-        _say(f"without compiled loops: {reason}")
-        return None
+        return reason
+    from imagegen.decode.cache import first_use
     from imagegen.decode.integer import is_supported
 
     bits = PRECISIONS[precision]
@@ -95,20 +162,26 @@ def choose_decoder(
             _say(f"in float32, for the processor has no instructions for {precision}")
         bits = 32
     decoder: Decoder = fused.FusedDecoder(model, bits)
+    if first_use(_folder(), decoder.variant):
+        _say("for the first time: compiling the loop for this machine takes seconds, once")
     return decoder
 
 
 @functools.cache
 def _fused() -> Any:
     """The module of the compiled loops, its code read from where it is kept."""
-    from imagegen.decode.cache import cache_folder, is_compiled, numba_cache
+    from imagegen.decode.cache import numba_cache
 
-    folder = cache_folder()
-    with numba_cache(folder):
+    with numba_cache(_folder()):
         from imagegen.decode import fused
-    if not is_compiled(folder):
-        _say("for the first time: compiling the loop for this machine takes seconds, once")
     return fused
+
+
+@functools.cache
+def _folder() -> Path:
+    from imagegen.decode.cache import cache_folder
+
+    return cache_folder()
 
 
 @functools.cache

@@ -10,9 +10,10 @@ import math
 from typing import no_type_check
 
 import numpy as np
-from numba import float32, njit
+from numba import float32
 
-from imagegen.decode.elementwise import FAST, exp32, silu_, softplus32
+from imagegen.decode.compile import compiled, fast
+from imagegen.decode.elementwise import exp32, silu_, softplus32
 from imagegen.decode.mixers import (
     FEATURE_MAPS,
     FIXED,
@@ -29,8 +30,13 @@ ELU = FEATURE_MAPS["elu"]
 UNIT_EPS = 1e-6  # as in `imagegen.attention.delta`
 
 
+def work_size(d: int, m: int, length: int) -> int:
+    """Numbers that one position of any mechanism needs to work with."""
+    return max(2 * d + m, length + LANES)
+
+
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _map(x, feature_map):
     """x = phi(x), in place."""
     if feature_map == ELU:
@@ -42,7 +48,7 @@ def _map(x, feature_map):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _accumulated(z, k, q):
     """z += k; the sum of q z."""
     total = float32(0.0)
@@ -53,14 +59,14 @@ def _accumulated(z, k, q):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _scale(x, factor):
     for i in range(x.shape[0]):
         x[i] *= factor
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def linear_attention(given, s, z, ones, mix, first, stop, y):
     """S += phi(k) v^T, z += phi(k), y = phi(q)^T S / (phi(q)^T z + eps), for maps d -> d.
 
@@ -86,7 +92,7 @@ def linear_attention(given, s, z, ones, mix, first, stop, y):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _exponentials(scores):
     """scores = exp(scores - largest); their sum."""
     largest = scores[0]
@@ -100,27 +106,30 @@ def _exponentials(scores):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
-def softmax_attention(given, values, keys, position, first, stop, y):
+@compiled()
+def softmax_attention(given, values, keys, position, work, first, stop, y):
     """y = sum_j softmax(q k_j) v_j over the positions so far; the scale is in the queries.
 
     Args:
         given: "r (h g)".
         values, keys: "r h n m" and "r h d n", known before `position`; its own are written.
         position: of the queries.
+        work: to work with; see `work_size`.
         first, stop: the heads to go through.
         y: "r (h m)", written.
     """
     rows, heads, d, _ = keys.shape
     group, m, length = given.shape[1] // heads, values.shape[3], position + 1
     padded = (length + LANES - 1) // LANES * LANES
-    scores = np.empty(padded, dtype=np.float32)
+    scores = work[:padded]
     for r in range(rows):
         for h in range(first, stop):
             head = given[r, h * group : (h + 1) * group]
             for i in range(d):
                 keys[r, h, i, position] = head[d + i]
-            values[r, h, position] = head[2 * d : 2 * d + m]
+            value = values[r, h, position]
+            for j in range(m):
+                value[j] = head[2 * d + j]
             out = y[r, h * m : (h + 1) * m]
             read(keys[r, h, :, :padded], head[:d], scores)
             total = _exponentials(scores[:length])
@@ -129,7 +138,7 @@ def softmax_attention(given, values, keys, position, first, stop, y):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _convolve(x, recent, weight):
     """x = silu(sum_j weight_j x_(t+1-size+j)) in place; `recent` moves on. "c", "w-1 c", "w c"."""
     before = recent.shape[0]
@@ -145,7 +154,7 @@ def _convolve(x, recent, weight):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _to_unit(x):
     """x = x / |x|."""
     square = float32(0.0)
@@ -157,7 +166,7 @@ def _to_unit(x):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _rotate(x, angle):
     """Each two neighbouring features, a complex number, times "d/2 (cos, sin)"."""
     for i in range(x.shape[0] // 2):
@@ -168,7 +177,7 @@ def _rotate(x, angle):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def _decays(raw, rate, kind, decay):
     """The decays of all features from the numbers of the group; see `MixSettings`.
 
@@ -190,7 +199,7 @@ def _decays(raw, rate, kind, decay):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _write(v, found, beta):
     """v = beta (v - found)."""
     for j in range(v.shape[0]):
@@ -198,14 +207,14 @@ def _write(v, found, beta):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _times(x, y, out):
     for i in range(x.shape[0]):
         out[i] = x[i] * y[i]
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _normalize(x, count, weight, bias, centred, eps):
     """LayerNorm, or RMSNorm, of the first `count` features, in place."""
     mean, square = float32(0.0), float32(0.0)
@@ -221,7 +230,7 @@ def _normalize(x, count, weight, bias, centred, eps):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def _gate(x, gate, kind):
     """x = x sigmoid(gate), times the gate for SILU."""
     for j in range(x.shape[0]):
@@ -232,8 +241,8 @@ def _gate(x, gate, kind):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
-def decayed_attention(given, s, recent, mix, rates, norm, convolution, angle, first, stop, y):
+@compiled()
+def decayed_attention(given, s, recent, mix, rates, norm, convolution, angle, work, first, stop, y):
     """S = diag(decay) S, corrected by the delta rule where there is one, + k v^T; y = S^T q.
 
     Args:
@@ -242,6 +251,7 @@ def decayed_attention(given, s, recent, mix, rates, norm, convolution, angle, fi
         mix: see `MixSettings`.
         rates, norm, convolution: of the layer; see `Mixer`.
         angle: cosines and sines of the position "d/2 2".
+        work: to work with; see `work_size`.
         first, stop: the heads to go through.
         y: "r (h m)", written.
     """
@@ -250,9 +260,7 @@ def decayed_attention(given, s, recent, mix, rates, norm, convolution, angle, fi
     channels, decay_at = 2 * d + m, 2 * d + m
     beta_at = decay_at + mix.decays
     gate_at = beta_at + (1 if mix.delta else 0)
-    decay = np.empty(d, dtype=np.float32)
-    kept = np.empty(d, dtype=np.float32)
-    found = np.empty(m, dtype=np.float32)
+    decay, kept, found = work[:d], work[d : 2 * d], work[2 * d : 2 * d + m]
     for r in range(rows):
         for h in range(first, stop):
             head = given[r, h * group : (h + 1) * group]

@@ -36,9 +36,14 @@ def cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="imagegen-"))
 
 
-def is_compiled(folder: Path) -> bool:
-    """Whether the loops have been compiled into the folder before."""
-    return any(folder.rglob("*.nbc"))
+def first_use(folder: Path, variant: str) -> bool:
+    """Whether this variant of the loops is asked for in this folder for the first time."""
+    mark = folder / f"{variant}.used"
+    if mark.exists():
+        return False
+    with suppress(OSError):
+        mark.touch()
+    return True
 
 
 @contextmanager

@@ -9,12 +9,10 @@ from typing import Any, no_type_check
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int32, njit, types
+from numba import float32, int32, types
 from numba.extending import intrinsic
 
-# What the compiler may assume: sums may be taken in lanes, the same for every row, and products
-# may be fused. nan and inf stay what they are.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
+from imagegen.decode.compile import fast, inline
 
 RELU, GELU, SILU = 0, 1, 2
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU}
@@ -45,7 +43,7 @@ def as_int(typingctx: Any, number: Any) -> Any:
 
 
 @no_type_check
-@njit(inline="always", error_model="numpy")
+@inline()
 def exp32(x):
     """exp(x) to within 2 units in the last place, in operations that vectorise.
 
@@ -68,7 +66,7 @@ def exp32(x):
 
 
 @no_type_check
-@njit(inline="always", error_model="numpy")
+@inline()
 def softplus32(x):
     """log(1 + exp(x)), in operations that vectorise; relative error below 1e-6.
 
@@ -94,7 +92,7 @@ def softplus32(x):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def silu_(x):
     """x = x sigmoid(x), in place."""
     for i in range(x.shape[0]):
@@ -102,7 +100,7 @@ def silu_(x):
 
 
 @no_type_check
-@njit(inline="always", error_model="numpy")
+@inline()
 def gelu32(x):
     """x Phi(x), with erf to within 1.5e-7 (Abramowitz and Stegun, 1964, 7.1.26)."""
     z = abs(x) * float32(0.7071067811865476)
@@ -117,9 +115,12 @@ def gelu32(x):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def activate(x, features, kind, first, stop):
-    """x = activation(x) for the first features of the rows from `first` to `stop` - 1."""
+@fast()
+def activate(x, features, gated, kind, first, stop):
+    """x = activation(x) for the first features of the rows from `first` to `stop` - 1.
+
+    Where it is gated, they are then multiplied by as many features that follow.
+    """
     for r in range(first, stop):
         row = x[r]
         if kind == RELU:
@@ -131,21 +132,22 @@ def activate(x, features, kind, first, stop):
         else:
             for e in range(features):
                 row[e] = row[e] / (float32(1.0) + exp32(-row[e]))
+        if gated:
+            for e in range(features):
+                row[e] *= row[features + e]
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
-def activate_gated(x, features, kind, first, stop):
-    """x[:, :f] = activation(x[:, :f]) * x[:, f:2f] for f features; see `activate`."""
-    activate(x, features, kind, first, stop)
+@fast()
+def copy(x, out, first, stop):
+    """out = x for some rows of the same width."""
     for r in range(first, stop):
-        row = x[r]
-        for e in range(features):
-            row[e] *= row[features + e]
+        for e in range(x.shape[1]):
+            out[r, e] = x[r, e]
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def normalize(x, weight, bias, eps, centred, out, first, stop):
     """LayerNorm, or RMSNorm where not `centred`, of some rows of x into `out`, which may be x."""
     features = weight.shape[0]
@@ -166,7 +168,7 @@ def normalize(x, weight, bias, eps, centred, out, first, stop):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def add_scaled(x, y, scale, first, stop):
     """x += y * scale for some rows; y may be wider."""
     for r in range(first, stop):

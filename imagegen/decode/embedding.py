@@ -11,10 +11,9 @@ from typing import cast, no_type_check
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
-from numba import njit
 from torch import Tensor
 
-from imagegen.decode.elementwise import FAST
+from imagegen.decode.compile import fast
 from imagegen.embedding import Neighbourhood, ValueAndSinusoid
 
 
@@ -87,7 +86,7 @@ def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def embed(sequence, position, lags, inside, table, place, context, x, first, stop):
     """The embedding of a position from the values before it.
 

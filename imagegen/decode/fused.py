@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from imagegen.block import Block, GatedLinearUnit
 from imagegen.decode import Decoder, mixers
+from imagegen.decode.attention import work_size
 from imagegen.decode.elementwise import ACTIVATIONS
 from imagegen.decode.embedding import tables_of
 from imagegen.decode.integer import UNROLL
-from imagegen.decode.loop import Rows, Settings, Weights, parameters_at, run
+from imagegen.decode.loop import Rows, Settings, Weights, run
 from imagegen.decode.matmul import PANEL, TILE_ROWS
 from imagegen.decode.matrix import Matrix, matrix
 from imagegen.decode.mixers import Mixer, MixSettings, angles, mixer_of, states_of
@@ -31,11 +32,11 @@ from imagegen.heads.controls import Controls
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 from imagegen.model import ImageTransformer, ModelState
 
-MICRO_BATCH = 24
+MICRO_BATCH = 48
 """Rows that go through the layers together: many for the arithmetic, few for the caches."""
 TEAM = 4
 """Threads that share the work of a micro-batch, at most, and at most one for each head."""
-ROWS_ALONE = 12
+ROWS_ALONE = 6
 """Rows for each thread from which it pays that each goes through the layers by itself."""
 
 
@@ -54,6 +55,7 @@ class FusedDecoder(Decoder):
         self.model = model
         layers = [mixer_of(block.attention) for block in cast(list[Block], model.blocks)]
         self.mix = layers[0].settings
+        self.variant = type(self.mix).__name__
         self.weights = _weights(model, layers, bits)
 
     def draw(
@@ -77,7 +79,7 @@ class FusedDecoder(Decoder):
                 for begin in range(first, length, self.model.raster.row_length):
                     end = min(begin + self.model.raster.row_length, length)
                     steps = (first, begin, end, begin == first)
-                    run(self.weights, settings, rows, *steps, flags[team], member, members)
+                    run(self.weights, settings, rows, *steps, True, flags[team], member, members)
                     if flags[team][ABANDONED]:
                         return
                     if progress is not None and member == 0:
@@ -89,7 +91,7 @@ class FusedDecoder(Decoder):
         with ThreadPoolExecutor(teams * members) as pool:
             for start in range(0, len(parts), teams):
                 together = [
-                    self._rows(part, state, parameters, sequence, noise)
+                    self._rows(members, part, state, parameters, sequence, noise)
                     for part in parts[start : start + teams]
                 ]
                 tasks = [
@@ -110,28 +112,36 @@ class FusedDecoder(Decoder):
         sequence: UInt8[np.ndarray, "b n s"],
         context: Float[np.ndarray, "b e"] | None = None,
     ) -> Float[np.ndarray, "b n p"]:
-        """The distributions of all steps of known sequences, in the decoder's own arithmetic.
-
-        Args:
-            sequence: levels.
-            context: added to the embedding, as `ModelState.context`.
-        """
+        """See `Decoder`."""
         count, length = sequence.shape[:2]
         state = self.model.initial_state(count)
         if context is not None:
             state.context = torch.from_numpy(context)
         known = torch.zeros(count, self.weights.head.width)
-        rows = self._rows(slice(0, count), state, known, sequence, np.zeros((count, 0, 0)))
+        rows = self._rows(1, slice(0, count), state, known, sequence, np.zeros((count, 0, 0)))
         settings, flags = _settings(self.model, self.mix, Controls()), team_flags()
         features = cast(MixtureOfLogistics, self.model.head).projection.out_features
         result = np.empty((count, length, features), dtype=np.float32)
         for position in range(length):
-            parameters_at(self.weights, settings, rows, position, flags, 0, 1)
+            run(
+                self.weights,
+                settings,
+                rows,
+                0,
+                position,
+                position + 1,
+                False,
+                False,
+                flags,
+                0,
+                1,
+            )
             result[:, position] = rows.parameters[:, :features]
         return result
 
     def _rows(
         self,
+        members: int,
         part: slice,
         state: ModelState,
         parameters: Float[Tensor, "rows p"],
@@ -172,6 +182,10 @@ class FusedDecoder(Decoder):
             mixed=room(inner),
             hidden=room(weights.up.width),
             y=room(max(weights.out.width, weights.down.width)),
+            choices=np.zeros((members, _components(model)), dtype=np.float64),
+            work=np.zeros(
+                (members, work_size(s.shape[3], s.shape[4], sequence.shape[1])), np.float32
+            ),
             whole=room(max(width, inner, features) + 2 * UNROLL, np.int16),
             steps=np.zeros(count, dtype=np.float32),
             parameters=known,
@@ -238,6 +252,12 @@ def _norm(norm: nn.Module) -> np.ndarray:
     return np.stack([weight, zero if bias is None else bias.detach().float().numpy()])
 
 
+def _components(model: ImageTransformer) -> int:
+    """Of the mixture; or levels."""
+    head = model.head
+    return head.n_mixtures if isinstance(head, MixtureOfLogistics) else model.spec.levels
+
+
 def _features(model: ImageTransformer) -> int:
     """Of the feed-forward layer."""
     return cast(nn.Linear, cast(Block, model.blocks[0]).feed_forward[-1]).in_features
@@ -292,7 +312,7 @@ def _settings(model: ImageTransformer, mix: MixSettings, controls: Controls) -> 
         ACTIVATIONS[type(activation).__name__.lower()],
         gated,
         mixture,
-        cast(MixtureOfLogistics, model.head).n_mixtures if mixture else model.spec.levels,
+        _components(model),
         model.spec.levels,
         float(controls.for_mixture if mixture else controls.temperature),
         float(controls.for_scale if mixture else 1.0),

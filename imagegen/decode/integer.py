@@ -18,11 +18,12 @@ from typing import Any, no_type_check
 import numpy as np
 from jaxtyping import Float, Float32, Int8, Int16
 from llvmlite import binding, ir
-from numba import float32, int16, int32, njit, types
+from numba import float32, int16, int32, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from imagegen.decode.elementwise import FAST, as_float
+from imagegen.decode.compile import compiled, fast
+from imagegen.decode.elementwise import as_float
 from imagegen.decode.matmul import LANES, PANEL, TILE_ROWS, prefetch
 
 UNROLL = 2
@@ -67,7 +68,7 @@ def pack_integers(
 
 
 @no_type_check
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy")
+@fast()
 def quantize(x, inputs, whole, steps, first, stop):
     """Round the first inputs of some rows of x to `whole`, int16, times `steps`, one for a row.
 
@@ -190,7 +191,7 @@ _narrow1, _narrow2, _narrow6 = _tile(1, 8), _tile(2, 8), _tile(TILE_ROWS, 8)
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def linear_integers(whole, row_steps, bits, packed, steps, bias, first, stop, out):
     """out = x W^T + bias of quantised rows and weights.
 

@@ -13,14 +13,15 @@ from typing import NamedTuple, no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int16, Int64, UInt8
-from numba import njit
+from numba.extending import overload
 
 from imagegen.decode.attention import decayed_attention, linear_attention, softmax_attention
-from imagegen.decode.elementwise import activate, activate_gated, add_scaled, normalize
+from imagegen.decode.compile import compiled
+from imagegen.decode.elementwise import activate, add_scaled, copy, normalize
 from imagegen.decode.embedding import embed
 from imagegen.decode.matmul import PANEL
 from imagegen.decode.matrix import Matrix, multiply, round_rows
-from imagegen.decode.mixers import LINEAR, SOFTMAX, MixSettings
+from imagegen.decode.mixers import LinearMix, MixSettings, SoftmaxMix
 from imagegen.decode.sampling import draw_categorical, draw_mixture
 from imagegen.decode.team import meet, share
 
@@ -81,6 +82,7 @@ class Rows(NamedTuple):
         given, mixed: what the heads are given and return.
         hidden: of the feed-forward layer.
         y: what is added to x.
+        choices, work: of each member of the team, to work with; see `work_size`.
         whole, steps: rows as whole numbers; see `matrix.round_rows`.
         parameters: of the distribution of the step; at the end, of the last one.
     """
@@ -99,121 +101,60 @@ class Rows(NamedTuple):
     mixed: Float32[np.ndarray, "r hm"]
     hidden: Float32[np.ndarray, "r f"]
     y: Float32[np.ndarray, "r o"]
+    choices: Float64[np.ndarray, "members k"]
+    work: Float32[np.ndarray, "members size"]
     whole: Int16[np.ndarray, "r i"]
     steps: Float32[np.ndarray, "r"]
     parameters: Float32[np.ndarray, "r p"]
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
-def _product(source, m, layer, rows, out, member, members):
-    """The member's panels of a product with rows that all have been rounded."""
-    first, stop = share(m.bias.shape[1] // PANEL, member, members)
-    multiply(source, rows.whole, rows.steps, m, layer, first, stop, out)
+def _mix(mix, w, rows, layer, position, work, first, stop):
+    """What the heads from `first` to `stop` - 1 return, into `rows.mixed`."""
+    raise NotImplementedError("compiled code only")
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
-def _mix(w, mix, rows, layer, position, first, stop):
-    """What the heads from `first` to `stop` - 1 return."""
-    given, s, y = rows.given, rows.s[layer], rows.mixed
-    if mix.kind == LINEAR:
-        linear_attention(given, s, rows.z[layer], rows.ones, mix, first, stop, y)
-    elif mix.kind == SOFTMAX:
-        softmax_attention(given, s, rows.keys[layer], position, first, stop, y)
+@overload(_mix, inline="always")
+def _mix_of_its_kind(mix, w, rows, layer, position, work, first, stop):
+    """The loop of the mechanism at hand, so that the others need not be compiled."""
+    if mix.instance_class is LinearMix:
+
+        def attend(mix, w, rows, layer, position, work, first, stop):
+            s, z = rows.s[layer], rows.z[layer]
+            linear_attention(rows.given, s, z, rows.ones, mix, first, stop, rows.mixed)
+
+    elif mix.instance_class is SoftmaxMix:
+
+        def attend(mix, w, rows, layer, position, work, first, stop):
+            values, keys = rows.s[layer], rows.keys[layer]
+            softmax_attention(rows.given, values, keys, position, work, first, stop, rows.mixed)
+
     else:
-        decayed_attention(
-            given,
-            s,
-            rows.recent[layer],
-            mix,
-            w.rates[layer],
-            w.mix_norm[layer],
-            w.convolution[layer],
-            w.angles[position],
-            first,
-            stop,
-            y,
-        )
+
+        def attend(mix, w, rows, layer, position, work, first, stop):
+            decayed_attention(
+                rows.given,
+                rows.s[layer],
+                rows.recent[layer],
+                mix,
+                w.rates[layer],
+                w.mix_norm[layer],
+                w.convolution[layer],
+                w.angles[position],
+                work,
+                first,
+                stop,
+                rows.mixed,
+            )
+
+    return attend
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
-def parameters_at(w, settings, rows, position, flags, member, members):
-    """The distribution of one step, into `rows.parameters`; changes the states.
-
-    Args:
-        w, settings: the model.
-        rows: what it is for; see `Rows`.
-        position: the step.
-        flags, member, members: of the team; see `team`.
-    """
-    x, before, given, mixed, y = rows.x, rows.before, rows.given, rows.mixed, rows.y
-    whole, steps, width = rows.whole, rows.steps, rows.x.shape[1]
-    eps, centred = settings.norm_eps, settings.centred
-    first, stop = share(x.shape[0], member, members)
-    heads = rows.s.shape[2]
-    head_first, head_stop = share(heads, member, members)
-    panels = w.mix.bias.shape[1] // heads // PANEL
-    embed(
-        rows.sequence,
-        position,
-        w.lags,
-        w.inside,
-        w.table,
-        w.place,
-        rows.context,
-        x,
-        first,
-        stop,
-    )
-    for layer in range(w.norms.shape[0]):
-        norms, scales = w.norms[layer], w.scales[layer]
-        if settings.norm_first:
-            normalize(x, norms[0, 0], norms[0, 1], eps, centred, before, first, stop)
-        else:
-            before[first:stop] = x[first:stop]
-        round_rows(before, width, w.mix, whole, steps, first, stop)
-        meet(flags, members)
-        multiply(before, whole, steps, w.mix, layer, head_first * panels, head_stop * panels, given)
-        _mix(w, settings.mix, rows, layer, position, head_first, head_stop)
-        meet(flags, members)
-        round_rows(mixed, mixed.shape[1], w.out, whole, steps, first, stop)
-        meet(flags, members)
-        _product(mixed, w.out, layer, rows, y, member, members)
-        meet(flags, members)
-        add_scaled(x, y, scales[0], first, stop)
-        if settings.norm_first:
-            normalize(x, norms[1, 0], norms[1, 1], eps, centred, before, first, stop)
-        else:
-            normalize(x, norms[0, 0], norms[0, 1], eps, centred, x, first, stop)
-            before[first:stop] = x[first:stop]
-        round_rows(before, width, w.up, whole, steps, first, stop)
-        meet(flags, members)
-        _product(before, w.up, layer, rows, rows.hidden, member, members)
-        meet(flags, members)
-        if settings.gated:
-            activate_gated(rows.hidden, settings.features, settings.activation, first, stop)
-        else:
-            activate(rows.hidden, settings.features, settings.activation, first, stop)
-        round_rows(rows.hidden, settings.features, w.down, whole, steps, first, stop)
-        meet(flags, members)
-        _product(rows.hidden, w.down, layer, rows, y, member, members)
-        meet(flags, members)
-        add_scaled(x, y, scales[1], first, stop)
-        if not settings.norm_first:
-            normalize(x, norms[1, 0], norms[1, 1], eps, centred, x, first, stop)
-    normalize(x, w.last_norm[0], w.last_norm[1], eps, centred, before, first, stop)
-    round_rows(before, width, w.head, whole, steps, first, stop)
-    meet(flags, members)
-    _product(before, w.head, 0, rows, rows.parameters, member, members)
-    meet(flags, members)
-
-
-@no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
-def run(w, settings, rows, first, start, stop, known, flags, member, members):
-    """Draw steps `start` to `stop` - 1 of each row.
+@compiled()
+def run(w, settings, rows, first, start, stop, known, draws, flags, member, members):
+    """Go through steps `start` to `stop` - 1 of each row: their distributions, and drawing.
 
     Args:
         w, settings: the model.
@@ -221,32 +162,115 @@ def run(w, settings, rows, first, start, stop, known, flags, member, members):
         first: the step that the first of `rows.noise` belongs to.
         start, stop: positions.
         known: whether `rows.parameters` hold the distribution of step `start` already.
+        draws: whether values are drawn; without, those of `rows.sequence` stay.
         flags, member, members: of the team; see `team`.
     """
-    own_first, own_stop = share(rows.x.shape[0], member, members)
-    work = np.empty(settings.components, dtype=np.float64)
+    x, before, given, mixed, y = rows.x, rows.before, rows.given, rows.mixed, rows.y
+    hidden, parameters, whole, steps = rows.hidden, rows.parameters, rows.whole, rows.steps
+    sequence, choices = rows.sequence, rows.choices[member]
+    heads, work = rows.s.shape[2], rows.work[member]
+    mix_in, mix_out, up, down, head = w.mix, w.out, w.up, w.down, w.head
+    eps, centred, width = settings.norm_eps, settings.centred, x.shape[1]
+    own_first, own_stop = share(x.shape[0], member, members)
+    head_first, head_stop = share(heads, member, members)
+    panels = mix_in.bias.shape[1] // heads // PANEL
+    out_first, out_stop = share(mix_out.bias.shape[1] // PANEL, member, members)
+    up_first, up_stop = share(up.bias.shape[1] // PANEL, member, members)
+    down_first, down_stop = share(down.bias.shape[1] // PANEL, member, members)
+    last_first, last_stop = share(head.bias.shape[1] // PANEL, member, members)
     for position in range(start, stop):
         if position > start or not known:
-            parameters_at(w, settings, rows, position, flags, member, members)
-        values, uniforms = rows.sequence[:, position], rows.noise[:, position - first]
+            embed(
+                sequence,
+                position,
+                w.lags,
+                w.inside,
+                w.table,
+                w.place,
+                rows.context,
+                x,
+                own_first,
+                own_stop,
+            )
+            for layer in range(w.norms.shape[0]):
+                norms, scales = w.norms[layer], w.scales[layer]
+                if settings.norm_first:
+                    normalize(
+                        x, norms[0, 0], norms[0, 1], eps, centred, before, own_first, own_stop
+                    )
+                else:
+                    copy(x, before, own_first, own_stop)
+                round_rows(before, width, mix_in.bits, whole, steps, own_first, own_stop)
+                meet(flags, members)
+                multiply(
+                    before,
+                    whole,
+                    steps,
+                    mix_in,
+                    layer,
+                    head_first * panels,
+                    head_stop * panels,
+                    given,
+                )
+                _mix(settings.mix, w, rows, layer, position, work, head_first, head_stop)
+                meet(flags, members)
+                round_rows(mixed, mixed.shape[1], mix_out.bits, whole, steps, own_first, own_stop)
+                meet(flags, members)
+                multiply(mixed, whole, steps, mix_out, layer, out_first, out_stop, y)
+                meet(flags, members)
+                add_scaled(x, y, scales[0], own_first, own_stop)
+                if settings.norm_first:
+                    normalize(
+                        x, norms[1, 0], norms[1, 1], eps, centred, before, own_first, own_stop
+                    )
+                else:
+                    normalize(x, norms[0, 0], norms[0, 1], eps, centred, x, own_first, own_stop)
+                    copy(x, before, own_first, own_stop)
+                round_rows(before, width, up.bits, whole, steps, own_first, own_stop)
+                meet(flags, members)
+                multiply(before, whole, steps, up, layer, up_first, up_stop, hidden)
+                meet(flags, members)
+                activate(
+                    hidden,
+                    settings.features,
+                    settings.gated,
+                    settings.activation,
+                    own_first,
+                    own_stop,
+                )
+                round_rows(hidden, settings.features, down.bits, whole, steps, own_first, own_stop)
+                meet(flags, members)
+                multiply(hidden, whole, steps, down, layer, down_first, down_stop, y)
+                meet(flags, members)
+                add_scaled(x, y, scales[1], own_first, own_stop)
+                if not settings.norm_first:
+                    normalize(x, norms[1, 0], norms[1, 1], eps, centred, x, own_first, own_stop)
+            normalize(x, w.last_norm[0], w.last_norm[1], eps, centred, before, own_first, own_stop)
+            round_rows(before, width, head.bits, whole, steps, own_first, own_stop)
+            meet(flags, members)
+            multiply(before, whole, steps, head, 0, last_first, last_stop, parameters)
+            meet(flags, members)
+        if not draws:
+            continue
+        values, uniforms = sequence[:, position], rows.noise[:, position - first]
         if settings.mixture:
             draw_mixture(
-                rows.parameters,
+                parameters,
                 uniforms,
                 settings.choice_temperature,
                 settings.scale_temperature,
                 settings.levels,
-                work,
+                choices,
                 values,
                 own_first,
                 own_stop,
             )
         else:
             draw_categorical(
-                rows.parameters,
+                parameters,
                 uniforms,
                 settings.choice_temperature,
-                work,
+                choices,
                 values,
                 own_first,
                 own_stop,

@@ -16,9 +16,11 @@ from typing import Any, no_type_check
 import numpy as np
 from jaxtyping import Float
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from imagegen.decode.compile import compiled
 
 PANEL = 16
 TILE_ROWS = 6
@@ -121,7 +123,7 @@ _tile1, _tile2, _tile6 = _tile(1), _tile(2), _tile(TILE_ROWS)
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def linear(x, packed, bias, first, stop, out):
     """out = x W^T + bias, for float32 arrays whose rows are contiguous.
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, no_type_check
 
 import numpy as np
 from jaxtyping import Float, Float32, Int16
-from numba import njit
 
+from imagegen.decode.compile import compiled
 from imagegen.decode.integer import linear_integers, pack_integers, quantize
 from imagegen.decode.matmul import PANEL, linear, pack, pad
 
@@ -59,15 +59,15 @@ def matrix(
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
-def round_rows(x, inputs, m, whole, steps, first, stop):
-    """What a product with `m` takes of some rows of x; see `quantize`."""
-    if m.bits < 32:
+@compiled()
+def round_rows(x, inputs, bits, whole, steps, first, stop):
+    """What a product with weights of `bits` takes of some rows of x; see `quantize`."""
+    if bits < 32:
         quantize(x, inputs, whole, steps, first, stop)
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def multiply(x, whole, steps, m, layer, first, stop, out):
     """out = x W^T + bias for the panels from `first` to `stop` - 1.
 

@@ -31,7 +31,6 @@ from imagegen.attention.retention import Retention
 from imagegen.attention.softmax import SoftmaxAttention, SoftmaxState
 from imagegen.decode.state import LANES
 
-LINEAR, SOFTMAX, DECAYED = 0, 1, 2
 FEATURE_MAPS = {"elu": 0, "relu": 1}
 NO_DECAY, FIXED, LOG_SIGMOID, SOFTPLUS = 0, 1, 2, 3
 NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
@@ -42,8 +41,7 @@ class MixSettings(NamedTuple):
     """What tells the mechanisms apart.
 
     Attributes:
-        kind: LINEAR, SOFTMAX or DECAYED.
-        feature_map: of LINEAR.
+        feature_map: of `LinearMix`.
         d, m, true_m: features of a query and of a value, padded and not.
         decay: what the decays are made of: nothing, `rates` alone, or numbers x of the group as
             exp(-rate softplus(-x)) (LOG_SIGMOID) or exp(-rate softplus(x)) (SOFTPLUS).
@@ -55,7 +53,6 @@ class MixSettings(NamedTuple):
         eps: of the normaliser or of the norm.
     """
 
-    kind: int
     d: int
     m: int
     true_m: int
@@ -67,6 +64,18 @@ class MixSettings(NamedTuple):
     norm: int = NO_NORM
     gate: int = NO_GATE
     eps: float = 0.0
+
+
+class LinearMix(MixSettings):
+    """Of linear attention. The kinds are types, for code is compiled for the types at hand."""
+
+
+class SoftmaxMix(MixSettings):
+    """Of softmax attention, with a cache of keys and values."""
+
+
+class DecayedMix(MixSettings):
+    """Of mechanisms whose state decays or is corrected, and is read without a normaliser."""
 
 
 @dataclass
@@ -96,7 +105,7 @@ class States(NamedTuple):
     """The states of one layer; those that the mechanism lacks have no elements.
 
     Attributes:
-        s: sums of keys and values "b h d m"; for SOFTMAX, values "b h n m".
+        s: sums of keys and values "b h d m"; for softmax, values "b h n m".
         z: sums of keys "b h d".
         keys: "b h d n".
         recent: inputs of the short convolution "b w h c".
@@ -125,14 +134,14 @@ def mixer_of(attention: CausalAttention[Any]) -> Mixer:
     """Prepare a mechanism that `why_not` has nothing against."""
     if isinstance(attention, LinearAttention):
         feature_map = FEATURE_MAPS[_map_name(attention)]
-        return _mixer(attention, LINEAR, feature_map=feature_map, eps=attention.eps)
+        return _mixer(attention, LinearMix, feature_map=feature_map, eps=attention.eps)
     if isinstance(attention, SoftmaxAttention):
-        return _mixer(attention, SOFTMAX, scale_q=attention.head_dim**-0.5)
+        return _mixer(attention, SoftmaxMix, scale_q=attention.head_dim**-0.5)
     if isinstance(attention, Retention):
         head = torch.arange(attention.n_heads, dtype=torch.float64)
         return _mixer(
             attention,
-            DECAYED,
+            DecayedMix,
             scale_k=attention.key_dim**-0.5,
             rates=-torch.log1p(-torch.exp2(-5 - head)),
             norm=None if attention.output_norm else NO_NORM,
@@ -144,7 +153,7 @@ def mixer_of(attention: CausalAttention[Any]) -> Mixer:
     if isinstance(attention, GatedLinearAttention):
         return _mixer(
             attention,
-            DECAYED,
+            DecayedMix,
             scale_q=attention.key_dim**-0.5,
             rates=torch.full((attention.n_heads,), 1 / attention.gate_temperature),
             norm=NO_NORM if attention.norm is None else None,
@@ -193,7 +202,7 @@ def mixer_shape(attention: CausalAttention[Any]) -> MixSettings:
     """The features of a mechanism's head, without its other settings."""
     d = getattr(attention, "key_dim", attention.head_dim)
     true_m = getattr(attention, "value_dim", attention.head_dim)
-    return MixSettings(DECAYED, d, math.ceil(true_m / LANES) * LANES, true_m)
+    return MixSettings(d, math.ceil(true_m / LANES) * LANES, true_m)
 
 
 def _delta_mixer(attention: DeltaNet) -> Mixer:
@@ -210,7 +219,7 @@ def _delta_mixer(attention: DeltaNet) -> Mixer:
         options["convolution"] = attention.conv.weight
     return _mixer(
         attention,
-        DECAYED,
+        DecayedMix,
         norm=NO_NORM if attention.norm is None else RMS_NORM,
         affine=attention.norm,
         gates=attention.output_gate,
@@ -224,7 +233,7 @@ def _delta_mixer(attention: DeltaNet) -> Mixer:
 
 def _mixer(
     attention: Any,
-    kind: int,
+    kind: type[MixSettings],
     *,
     scale_q: float = 1.0,
     scale_k: float = 1.0,
@@ -268,8 +277,7 @@ def _mixer(
     else:
         by_head = _by_head(convolution.float(), shape, heads)
     return Mixer(
-        MixSettings(
-            kind,
+        kind(
             d,
             m,
             true_m,

@@ -9,19 +9,22 @@ import math
 from typing import no_type_check
 
 import numpy as np
-from numba import njit
 
+from imagegen.decode.compile import compiled
 from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG_SCALE
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def _choose(logits, temperature, uniform, work):
-    """`invert_cumulative` of the logits at a temperature."""
-    count = logits.shape[0]
+    """`invert_cumulative` of the first logits at a temperature, as many as `work` has room for."""
+    count, likeliest = work.shape[0], 0
+    for k in range(count):
+        if logits[k] > logits[likeliest]:
+            likeliest = k
     if temperature == 0.0:
-        return int(np.argmax(logits))
-    largest = logits.max()
+        return likeliest
+    largest = logits[likeliest]
     total = 0.0
     for k in range(count):
         total += math.exp((float(logits[k]) - largest) / temperature)
@@ -34,7 +37,7 @@ def _choose(logits, temperature, uniform, work):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def draw_categorical(parameters, uniforms, temperature, work, values, first, stop):
     """A level for each row from softmax(parameters / temperature).
 
@@ -47,12 +50,11 @@ def draw_categorical(parameters, uniforms, temperature, work, values, first, sto
         first, stop: the rows to go through.
     """
     for r in range(first, stop):
-        logits = parameters[r, : work.shape[0]]
-        values[r, 0] = _choose(logits, temperature, uniforms[r, 0], work)
+        values[r, 0] = _choose(parameters[r], temperature, uniforms[r, 0], work)
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def draw_mixture(
     parameters,
     uniforms,
@@ -78,7 +80,7 @@ def draw_mixture(
     components, per_step = work.shape[0], values.shape[1]
     for r in range(first, stop):
         row = parameters[r]
-        k = _choose(row[:components], mixture_temperature, uniforms[r, 0], work)
+        k = _choose(row, mixture_temperature, uniforms[r, 0], work)
         coefficient = components * (1 + 2 * per_step) + k
         for s in range(per_step):
             mean = float(row[components * (1 + s) + k])

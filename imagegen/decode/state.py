@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any, no_type_check
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from imagegen.decode.compile import compiled
 
 LANES = 8
 FLOAT = 4  # bytes
@@ -89,7 +91,7 @@ _read4, _read1 = _pass(4, False), _pass(1, False)
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def update_and_read(state, decay, k, v, q, out):
     """S = diag(decay) S + k v^T, out = S^T q.
 
@@ -120,7 +122,7 @@ def update_and_read(state, decay, k, v, q, out):
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def read(state, q, out):
     """out = S^T q; see `update_and_read`."""
     d, m = state.shape

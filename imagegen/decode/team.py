@@ -14,9 +14,11 @@ from typing import Any, no_type_check
 import numpy as np
 from jaxtyping import Int64
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from imagegen.decode.compile import compiled, inline
 
 COUNT, GENERATION, ABANDONED, SIZE = 0, 8, 16, 24
 """Places in the array of a team, each on a cache line of its own."""
@@ -90,7 +92,7 @@ def _let_others_run(typingctx: Any) -> Any:
 
 
 @no_type_check
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled()
 def meet(flags, members):
     """Go on when all members of the team are here, or one has abandoned it."""
     if members == 1:
@@ -111,14 +113,14 @@ def meet(flags, members):
 
 
 @no_type_check
-@njit(cache=True, error_model="numpy")
+@compiled()
 def abandon(flags):
     """Let nobody wait for this thread any more; what the team makes from now on is of no use."""
     _store(flags.ctypes.data + ABANDONED * 8, 1)
 
 
 @no_type_check
-@njit(inline="always", error_model="numpy")
+@inline()
 def share(count, member, members):
     """The part of `count` things that is a member's: the first one and the one after the last."""
     return count * member // members, count * (member + 1) // members

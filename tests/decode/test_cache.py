@@ -9,7 +9,7 @@ import pytest
 
 from imagegen.cli import PROJECT_ROOT
 from imagegen.decode import cache
-from imagegen.decode.cache import cache_folder, is_compiled, numba_cache
+from imagegen.decode.cache import cache_folder, first_use, numba_cache
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def test_other_sources_have_another_folder(sources: Path) -> None:
     first = cache_folder()
     assert first.parent == sources / "__pycache__"
     assert cache_folder() == first
-    assert not is_compiled(first)
-    (first / "a.nbc").touch()
-    assert is_compiled(first)
+    assert first_use(first, "LinearMix")
+    assert not first_use(first, "LinearMix")
+    assert first_use(first, "SoftmaxMix")
     (sources / "b.py").write_text("two = 3")
     second = cache_folder()
     assert second != first

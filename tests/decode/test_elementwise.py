@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from imagegen.decode.elementwise import (
     ACTIVATIONS,
     activate,
-    activate_gated,
     add_scaled,
     exp32,
     normalize,
@@ -55,12 +54,12 @@ def test_activations(name: str) -> None:
     x = (RNG.standard_normal((5, 37)) * 4).astype(np.float32)
     x[0, :4] = [-100, 100, 0, -0.0]
     y = x.copy()
-    activate(y, 37, ACTIVATIONS[name], 0, 5)
+    activate(y, 37, False, ACTIVATIONS[name], 0, 5)
     expected = getattr(F, name)(torch.from_numpy(x).double()).numpy()
     np.testing.assert_allclose(y, expected, rtol=2e-6, atol=1e-6)
     gated = RNG.standard_normal((3, 20)).astype(np.float32)
     y = gated.copy()
-    activate_gated(y, 10, ACTIVATIONS[name], 0, 3)
+    activate(y, 10, True, ACTIVATIONS[name], 0, 3)
     gate, value = torch.from_numpy(gated).double().chunk(2, dim=-1)
     np.testing.assert_allclose(y[:, :10], (getattr(F, name)(gate) * value), atol=1e-6)
 

@@ -20,7 +20,7 @@ def _apply(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, bits: int) -> np
     whole = RNG.integers(-5, 5, (len(x), inputs + 9)).astype(np.int16)
     steps = np.zeros(len(x), dtype=np.float32)
     out = np.full((len(x), m.width), np.nan, dtype=np.float32)
-    round_rows(x, inputs, m, whole, steps, 0, len(x))
+    round_rows(x, inputs, m.bits, whole, steps, 0, len(x))
     multiply(x, whole, steps, m, 0, 0, m.width // PANEL, out)
     return out
 
