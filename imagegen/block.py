@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.dropout import Dropout
 from imagegen.errors import UserError
 from imagegen.row_convolution import RowConvolution, RowState
 
@@ -114,10 +115,10 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(
             nn.Linear(d_model, 2 * d_ff if gated else d_ff),
             GatedLinearUnit(nonlinear) if gated else nonlinear,
-            nn.Dropout(dropout),
+            Dropout(dropout),
             nn.Linear(d_ff, d_model),
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.scale1 = self.scale2 = None
         if residual_scale is not None:
             self.scale1, self.scale2 = (

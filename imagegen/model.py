@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.block import NORMS, Block, known
 from imagegen.build import build
+from imagegen.dropout import Dropout
 from imagegen.embedding import InputEmbedding
 from imagegen.errors import UserError
 from imagegen.heads.base import OutputHead
@@ -159,7 +160,7 @@ class ImageTransformer(nn.Module):
             for layer in range(n_layers)
         )
         self.norm = known("norm", norm, NORMS)(d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.head = build(
             head,
             OutputHead,
