@@ -1,0 +1,204 @@
+"""Runs that are killed, at any moment, and continued; and runs that SLURM moves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from imagegen.checkpoint import load_checkpoint
+from imagegen.cli import PROJECT_ROOT
+from tests.test_run import SMALL
+
+# Runs train.py once for each of its arguments, each time in a process of its own, forked from this
+# one to save the imports. An argument is a JSON list: where the process kills itself, how often it
+# passes there before, and what is typed.
+CHILD = """
+import json, os, signal, sys
+import imagegen.output, imagegen.run, imagegen.training, train
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def arm(where, passes):
+    step, write = imagegen.training.ImageModule.training_step, imagegen.run.write_atomic
+    seen = 0
+
+    def training_step(self, *args):
+        if where == "step" and self.trainer.global_step == passes:
+            die()
+        return step(self, *args)
+
+    def write_atomic(path, data, **options):
+        nonlocal seen
+        if path.name == where:
+            seen += 1
+            if seen > passes:
+                os.replace = die
+                data = data[: len(data) // 2]
+        write(path, data, **options)
+
+    imagegen.training.ImageModule.training_step = training_step
+    imagegen.run.write_atomic = write_atomic
+
+for text in sys.argv[1:]:
+    where, passes, typed = json.loads(text)
+    child = os.fork()
+    if not child:
+        arm(where, passes)
+        sys.argv = ["train.py", *typed]
+        train.main()
+        sys.stdout.flush()
+        os._exit(0)
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def _train(*processes: tuple[str, int, list[str]]) -> list[int]:
+    """The exit status of each of the processes; -9 for one that was killed."""
+    arguments = [json.dumps(process) for process in processes]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments],
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
+    return [int(line.split()[1]) for line in lines]
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row.pop("train/images_per_second")
+    return rows
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("validate_every", [6, 3])
+def test_killed_at_any_moment_and_continued(tmp_path: Path, validate_every: int) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = [
+        *SMALL,
+        "logger=csv",
+        "trainer.max_epochs=3",
+        "trainer.log_every_n_steps=1",
+        f"trainer.val_check_interval={validate_every if validate_every < 6 else 1.0}",
+        "model.dropout=0.2",
+        "model.flips=true",
+        "callbacks.ema.decay=0.9",
+        "callbacks.grids.every=2",
+    ]
+    begun, goes_on = [*options, f"hydra.run.dir={parts}"], [f"resume={parts}"]
+    moments = [
+        ("step", 2, begun),  # before the first validation
+        ("step", 5, goes_on),
+        ("best.ckpt", 0, goes_on),  # in the middle of the first one
+        ("last.ckpt", 0, goes_on),  # between it and the next
+        ("step", 10, goes_on),
+        ("last.ckpt", 1, goes_on),
+        ("step", 17, goes_on),
+    ]
+    ended = ("never", 0, goes_on)
+    states = _train(("never", 0, [*options, f"hydra.run.dir={whole}"]), *moments)
+    assert states == [0] + [-signal.SIGKILL] * len(moments)
+    # Whole, though a process was killed while it wrote the next.
+    assert 0 < torch.load(parts / "checkpoints/last.ckpt", weights_only=True)["global_step"] < 18
+    assert list((parts / "checkpoints").glob(".last.ckpt.*.partial"))
+    assert _train(ended) == [0]
+
+    assert _rows(parts) == _rows(whole)
+    steps = [int(row["step"]) for row in _rows(parts)]
+    assert steps == list(range(18))
+    for name in ("last.ckpt", "best.ckpt"):
+        found, expected = (
+            torch.load(run / "checkpoints" / name, weights_only=True) for run in (parts, whole)
+        )
+        for key in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
+            assert _equal(found[key], expected[key]), (name, key)
+        assert found["global_step"] == expected["global_step"]
+        load_checkpoint(parts / "checkpoints" / name)
+    pictures = sorted(path.name for path in (whole / "samples").iterdir())
+    assert sorted(path.name for path in (parts / "samples").iterdir()) == pictures
+    for name in pictures:
+        assert (parts / "samples" / name).read_bytes() == (whole / "samples" / name).read_bytes()
+    assert not list(parts.rglob(".*.partial"))
+    assert json.loads((parts / "summary.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("answer", ["refused", "agreed"])
+def test_slurm_takes_the_machine_away(tmp_path: Path, answer: str) -> None:
+    """Its warning saves and asks for another turn; the same command then goes on."""
+    asked = tmp_path / "asked"
+    script = tmp_path / "bin" / "scontrol"
+    if answer == "agreed":
+        script.parent.mkdir()
+        script.write_text(f'#!/bin/sh\necho "$@" > {asked}\n')
+        script.chmod(0o755)
+    run = tmp_path / "run"
+    command = [
+        sys.executable,
+        str(PROJECT_ROOT / "train.py"),
+        *SMALL,
+        "trainer.max_epochs=-1",
+        "trainer.max_steps=100000",
+        "callbacks.grids.every=100000",
+        f"hydra.run.dir={run}",
+        "resume=auto",
+    ]
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}
+    place = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    path = f"{script.parent}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **job, **place, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):  # the first validation
+            break
+    process.send_signal(signal.SIGUSR1)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert "stopping after this step\n" in error
+    if answer == "agreed":
+        assert asked.read_text() == "requeue 123\n"
+        assert "SLURM runs job 123 again" in error
+    else:
+        assert "SLURM could not be asked to run job 123 again: scontrol: No such file" in error
+    steps = json.loads((run / "summary.json").read_text())["steps"]
+    saved = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert saved["global_step"] == steps > 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["run", *(["asked", "bin"] if answer == "agreed" else [])]
+    )
+    if answer == "agreed":
+        again = [*command, f"trainer.max_steps={steps + 2}"]
+        done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((run / "summary.json").read_text())["steps"] == steps + 2
