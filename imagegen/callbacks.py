@@ -233,8 +233,8 @@ class Interruptible(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stop here if asked to."""
-        if self._asked:
+        """Stop here if asked to, unless gradients of earlier batches wait for their step."""
+        if self._asked and batch_idx % trainer.accumulate_grad_batches == 0:
             raise KeyboardInterrupt
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

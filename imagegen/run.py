@@ -37,7 +37,7 @@ from imagegen.model_options import model_options
 from imagegen.output import write_atomic
 from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
-from imagegen.survival import FirstCheckpoint, requeue_job
+from imagegen.survival import FirstCheckpoint, WholeSteps, requeue_job
 from imagegen.sweeps import sweep_group
 from imagegen.training import ImageModule, OptimizerFactory
 
@@ -125,7 +125,9 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     data.split("train")
 
     interruptible = Interruptible()
-    own: list[Callback] = [ExactSteps(cfg.seed), interruptible, BadNumbers(cfg.on_nan, folder)]
+    # What stops a run between two steps comes after what knows that it is between two.
+    bad_numbers = BadNumbers(cfg.on_nan, folder)
+    own: list[Callback] = [ExactSteps(cfg.seed), bad_numbers, WholeSteps(), interruptible]
     if cfg.callbacks.get("last"):
         own.append(FirstCheckpoint(folder / LAST))
     trainer = _trainer(cfg, folder, [Metadata(metadata, dataset), *own])

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 
 class FirstCheckpoint(Callback):
@@ -24,6 +27,48 @@ class FirstCheckpoint(Callback):
         """Write it, unless the run itself is a resumed one."""
         if trainer.ckpt_path is None:
             trainer.save_checkpoint(self.path)
+
+
+class WholeSteps(Callback):
+    """Lets an error write a checkpoint only while no step is half done.
+
+    From the moment that the optimizer moves the weights until the next step begins, or while
+    gradients wait for the batches to come, an error (a second Ctrl-C, a callback that fails) leaves
+    the last checkpoint as it was: resumed, it takes the very steps again.
+    """
+
+    def __init__(self) -> None:
+        self._checkpoints: list[ModelCheckpoint] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the checkpoints that errors write."""
+        self._checkpoints = [
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        ]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Nothing is half done where a step begins."""
+        self._allow(batch_idx % trainer.accumulate_grad_batches == 0)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """From here on it is."""
+        self._allow(False)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Nor while gradients wait."""
+        self._allow(False)
+
+    def _allow(self, allowed: bool) -> None:
+        for checkpoint in self._checkpoints:
+            checkpoint.save_on_exception = allowed
 
 
 def requeue_job() -> bool:

@@ -18,12 +18,22 @@ from imagegen.checkpoint import load_checkpoint
 from imagegen.cli import PROJECT_ROOT
 from tests.test_run import SMALL
 
+OPTIONS = [
+    *SMALL,
+    "logger=csv",
+    "trainer.log_every_n_steps=1",
+    "model.dropout=0.2",
+    "model.flips=true",
+    "callbacks.ema.decay=0.9",
+    "callbacks.grids.every=2",
+]
+
 # Runs train.py once for each of its arguments, each time in a process of its own, forked from this
-# one to save the imports. An argument is a JSON list: where the process kills itself, how often it
+# one to save the imports. An argument is a JSON list: where it ends, at which step or how often it
 # passes there before, and what is typed.
 CHILD = """
 import json, os, signal, sys
-import imagegen.output, imagegen.run, imagegen.training, train
+import imagegen.callbacks, imagegen.errors, imagegen.run, imagegen.training, train
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -31,11 +41,20 @@ def die(*_):
 def arm(where, passes):
     step, write = imagegen.training.ImageModule.training_step, imagegen.run.write_atomic
     seen = 0
+    stepped = imagegen.callbacks.Rates.on_train_batch_end
 
     def training_step(self, *args):
-        if where == "step" and self.trainer.global_step == passes:
-            die()
+        if self.trainer.global_step == passes:
+            if where == "step":
+                die()
+            if where == "ctrl-c":
+                os.kill(os.getpid(), signal.SIGINT)
         return step(self, *args)
+
+    def on_train_batch_end(self, trainer, *args):
+        if where == "error" and trainer.global_step == passes:
+            raise imagegen.errors.UserError("the disk is full.")
+        stepped(self, trainer, *args)
 
     def write_atomic(path, data, **options):
         nonlocal seen
@@ -48,6 +67,7 @@ def arm(where, passes):
 
     imagegen.training.ImageModule.training_step = training_step
     imagegen.run.write_atomic = write_atomic
+    imagegen.callbacks.Rates.on_train_batch_end = on_train_batch_end
 
 for text in sys.argv[1:]:
     where, passes, typed = json.loads(text)
@@ -70,7 +90,7 @@ def _train(*processes: tuple[str, int, list[str]]) -> list[int]:
         cwd=PROJECT_ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -94,42 +114,9 @@ def _equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("validate_every", [6, 3])
-def test_killed_at_any_moment_and_continued(tmp_path: Path, validate_every: int) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = [
-        *SMALL,
-        "logger=csv",
-        "trainer.max_epochs=3",
-        "trainer.log_every_n_steps=1",
-        f"trainer.val_check_interval={validate_every if validate_every < 6 else 1.0}",
-        "model.dropout=0.2",
-        "model.flips=true",
-        "callbacks.ema.decay=0.9",
-        "callbacks.grids.every=2",
-    ]
-    begun, goes_on = [*options, f"hydra.run.dir={parts}"], [f"resume={parts}"]
-    moments = [
-        ("step", 2, begun),  # before the first validation
-        ("step", 5, goes_on),
-        ("best.ckpt", 0, goes_on),  # in the middle of the first one
-        ("last.ckpt", 0, goes_on),  # between it and the next
-        ("step", 10, goes_on),
-        ("last.ckpt", 1, goes_on),
-        ("step", 17, goes_on),
-    ]
-    ended = ("never", 0, goes_on)
-    states = _train(("never", 0, [*options, f"hydra.run.dir={whole}"]), *moments)
-    assert states == [0] + [-signal.SIGKILL] * len(moments)
-    # Whole, though a process was killed while it wrote the next.
-    assert 0 < torch.load(parts / "checkpoints/last.ckpt", weights_only=True)["global_step"] < 18
-    assert list((parts / "checkpoints").glob(".last.ckpt.*.partial"))
-    assert _train(ended) == [0]
-
+def _assert_same_run(parts: Path, whole: Path) -> None:
+    """All that is logged, kept and drawn is bit for bit the same."""
     assert _rows(parts) == _rows(whole)
-    steps = [int(row["step"]) for row in _rows(parts)]
-    assert steps == list(range(18))
     for name in ("last.ckpt", "best.ckpt"):
         found, expected = (
             torch.load(run / "checkpoints" / name, weights_only=True) for run in (parts, whole)
@@ -144,6 +131,47 @@ def test_killed_at_any_moment_and_continued(tmp_path: Path, validate_every: int)
         assert (parts / "samples" / name).read_bytes() == (whole / "samples" / name).read_bytes()
     assert not list(parts.rglob(".*.partial"))
     assert json.loads((parts / "summary.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("validate_every", [6, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_and_continued(tmp_path: Path, validate_every: int) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    every = f"trainer.val_check_interval={validate_every if validate_every < 6 else 1.0}"
+    options = [*OPTIONS, "trainer.max_epochs=3", every]
+    begun, goes_on = [*options, f"hydra.run.dir={parts}"], [f"resume={parts}"]
+    moments = [
+        ("step", 2, begun),  # before the first validation
+        ("step", 5, goes_on),
+        ("best.ckpt", 0, goes_on),  # in the middle of the first one
+        ("last.ckpt", 0, goes_on),  # between it and the next
+        ("step", 10, goes_on),
+        ("step", 17, goes_on),
+        ("last.ckpt", 0, goes_on),
+    ]
+    states = _train(("never", 0, [*options, f"hydra.run.dir={whole}"]), *moments)
+    assert states == [0] + [-signal.SIGKILL] * len(moments)
+    # Whole, though a process was killed while it wrote the next.
+    assert 0 < torch.load(parts / "checkpoints/last.ckpt", weights_only=True)["global_step"] < 18
+    assert list((parts / "checkpoints").glob(".last.ckpt.*.partial"))
+    assert _train(("never", 0, goes_on)) == [0]
+    _assert_same_run(parts, whole)
+    assert [int(row["step"]) for row in _rows(parts)] == list(range(18))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_nothing_is_lost_or_taken_twice_of_a_step_of_several_batches(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = [*OPTIONS, "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2"]
+    begun, goes_on = [*options, f"hydra.run.dir={parts}"], [f"resume={parts}"]
+    states = _train(
+        ("never", 0, [*options, f"hydra.run.dir={whole}"]),
+        ("ctrl-c", 4, begun),  # at the first of two batches
+        ("error", 7, goes_on),  # when the weights have moved
+        ("never", 0, goes_on),
+    )
+    assert states == [0, 130, 1, 0]
+    _assert_same_run(parts, whole)
 
 
 @pytest.mark.parametrize("answer", ["refused", "agreed"])
