@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -209,34 +210,43 @@ class ExactSteps(Callback):
 class Interruptible(Callback):
     """Lets Ctrl-C and SIGTERM take effect between two steps, so that none is lost or done twice.
 
-    A second one stops at once. Runs of several processes stop as Lightning stops them.
+    A second one stops at once. In a job of SLURM so does SIGUSR1, its warning that the time is
+    nearly up; `preempted` then tells that the job is to be run again. Runs of several processes
+    stop as Lightning stops them.
     """
 
     def __init__(self) -> None:
+        self.preempted = False
         self._asked = False
         self._before: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signal over, where that is possible."""
         if threading.current_thread() is threading.main_thread() and trainer.world_size == 1:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if "SLURM_JOB_ID" in os.environ:
+                # Lightning would save at once, in the middle of a step, and elsewhere.
+                numbers.append(signal.SIGUSR1)
+            for number in numbers:
                 self._before[number] = signal.signal(number, self._ask)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stop here if asked to."""
-        if self._asked:
+        """Stop here if asked to, unless gradients of earlier batches wait for their step."""
+        if self._asked and batch_idx % trainer.accumulate_grad_batches == 0:
             raise KeyboardInterrupt
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signal back."""
         self._give_back()
 
-    def _ask(self, *_: object) -> None:
+    def _ask(self, number: int, frame: object) -> None:
         self._asked = True
+        self.preempted = number not in (signal.SIGINT, signal.SIGTERM)
         self._give_back()
-        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr)
+        again = "" if self.preempted else "; Ctrl-C again stops at once"
+        print(f"\nstopping after this step{again}", file=sys.stderr)
 
     def _give_back(self) -> None:
         while self._before:

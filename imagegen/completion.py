@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,21 +14,16 @@ from jaxtyping import UInt8
 from imagegen import options as opt
 from imagegen.data.convert import SUFFIXES, fit_image, read_image
 from imagegen.errors import UserError
-from imagegen.images import (
-    encode_png,
-    from_display,
-    grid_limit,
-    make_completion_grid,
-    save_png,
-    to_display,
-)
-from imagegen.progress import image_progress
+from imagegen.images import from_display, grid_limit, make_completion_grid, to_display
+from imagegen.sample_folder import JobFolder
 from imagegen.sample_options import SampleOptions
 
 if TYPE_CHECKING:
     from imagegen.checkpoint import LoadedCheckpoint
     from imagegen.model import ImageTransformer
     from imagegen.spec import ImageSpec
+else:  # Annotations are checked in tests; these are imported late.
+    LoadedCheckpoint = ImageTransformer = ImageSpec = Any
 
 DEFAULT_IMAGES = 8
 
@@ -88,65 +82,107 @@ def rows_to_keep(options: SampleOptions, n: int, height: int) -> list[int]:
     return [int(rows) for rows in values]
 
 
-def draw_completions(
-    model: ImageTransformer,
-    options: SampleOptions,
-    labels: Sequence[int] | None,
-    partial: Partial,
-    folder: Path,
-) -> dict[str, Any]:
-    """Draw all completions, then write each into `folder` beside its original, and a grid.
+class Completions:
+    """The work of `task=complete`; see `imagegen.sampling.Work`."""
 
-    Returns:
-        the entries of the manifest that say what was done.
-    """
-    from imagegen.generate import DEFAULT_BATCH, complete
+    verb = "completing"
 
-    n, k = len(partial.images), options.completions
-    with image_progress("completing", n * k) as advance:
-        started = perf_counter()
-        completed = complete(
-            model,
-            partial.images,
-            partial.visible_rows,
-            k,
-            seed=options.seed,
-            controls=options.controls,
-            labels=labels,
-            batch_size=options.batch_size,
-            progress=advance,
-        )
-        seconds = perf_counter() - started
-    levels = model.spec.levels
-    entries = []
-    for i, (original, drawn) in enumerate(zip(partial.images, completed, strict=True)):
-        names = [f"images/{i:05d}-original.png", *(f"images/{i:05d}-{j + 1}.png" for j in range(k))]
-        for name, image in zip(names, [original, *drawn], strict=True):
-            (folder / name).write_bytes(encode_png(to_display(image, levels)))
-        entries.append(
+    def __init__(
+        self,
+        model: ImageTransformer,
+        options: SampleOptions,
+        labels: Sequence[int] | None,
+        partial: Partial,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.labels = labels
+        self.partial = partial
+        self.n = len(partial.images)
+
+    def entries(self) -> dict[str, Any]:
+        """What the manifest says of the images."""
+        k = self.options.completions
+        images = [
             {
-                "source": partial.sources[i],
-                "visible_rows": partial.visible_rows[i],
-                "original": names[0],
-                "completions": names[1:],
+                "source": source,
+                "visible_rows": rows,
+                "original": f"images/{_original(i)}",
+                "completions": [f"images/{_completion(i, j)}" for j in range(k)],
             }
+            for i, (source, rows) in enumerate(
+                zip(self.partial.sources, self.partial.visible_rows, strict=True)
+            )
+        ]
+        return {"completions": k, "images": images}
+
+    def files(self, images: range) -> dict[str, tuple[int, int]]:
+        """The files to draw, and the image and the completion that each holds."""
+        forks = range(self.options.completions)
+        return {_completion(i, j): (i, j) for i in images for j in forks}
+
+    def prepare(self, folder: JobFolder, images: range) -> None:
+        """Write the originals; those that are there must be the same."""
+        missing = set(folder.missing(map(_original, images)))
+        for i in images:
+            name, original = (
+                _original(i),
+                to_display(self.partial.images[i], self.model.spec.levels),
+            )
+            if name in missing:
+                folder.write_image(name, original)
+            elif (read_image(folder.path / "images" / name, original.shape[2]) != original).any():
+                raise UserError(
+                    f"{folder.path / 'images' / name} is not what {self.partial.sources[i]} holds "
+                    "now; choose another out."
+                )
+
+    def draw(
+        self, chosen: Sequence[tuple[int, int]], progress: Callable[[float], None]
+    ) -> Iterator[tuple[Sequence[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
+        """The completions chosen (0..255), as they are finished."""
+        from imagegen.generate import draw_completions
+
+        for pairs, levels in draw_completions(
+            self.model,
+            self.partial.images,
+            self.partial.visible_rows,
+            chosen,
+            seed=self.options.seed,
+            controls=self.options.controls,
+            labels=self.labels,
+            batch_size=self.options.batch_size,
+            precision=self.options.precision,
+            progress=progress,
+        ):
+            yield pairs, to_display(levels, self.model.spec.levels)
+
+    def grid(self, folder: Path) -> tuple[UInt8[np.ndarray, "H W c"], dict[str, int]]:
+        """The grid of the files in `folder`, and how many images and completions it shows."""
+        spec = self.model.spec
+        rows, columns = _grid_size(self.n, self.options.completions, spec)
+
+        def read(name: str) -> np.ndarray:
+            return read_image(folder / name, spec.channels)
+
+        grid = make_completion_grid(
+            np.stack([read(_original(i)) for i in range(rows)]),
+            np.stack([[read(_completion(i, j)) for j in range(columns)] for i in range(rows)]),
+            self.partial.visible_rows[:rows],
         )
-    rows, columns = _grid_size(n, k, model.spec)
-    grid = make_completion_grid(
-        to_display(partial.images[:rows], levels),
-        to_display(completed[:rows, :columns], levels),
-        partial.visible_rows[:rows],
-    )
-    save_png(folder / "grid.png", grid)
-    return {
-        "n": n,
-        "completions": k,
-        "batch_size": options.batch_size or DEFAULT_BATCH,
-        "seconds": seconds,
-        "images_per_second": n * k / seconds,
-        "grid": {"images": rows, "completions": columns},
-        "images": entries,
-    }
+        return grid, {"images": rows, "completions": columns}
+
+    def said(self, drawn: int, images: int) -> str:
+        """What has been drawn, in words."""
+        return f"{drawn} completions of {images} images"
+
+
+def _original(image: int) -> str:
+    return f"{image:05d}-original.png"
+
+
+def _completion(image: int, fork: int) -> str:
+    return f"{image:05d}-{fork + 1}.png"
 
 
 def _grid_size(n: int, k: int, spec: ImageSpec) -> tuple[int, int]:

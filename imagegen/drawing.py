@@ -5,18 +5,19 @@ Axes: `b` batch, `n` position, `u` uniform numbers a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from imagegen.decode import Decoder, choose_decoder
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
-from imagegen.model import NO_LABEL, ImageTransformer
+from imagegen.model import NO_LABEL, ImageTransformer, ModelState
 
 Progress = Callable[[float], None]
 
@@ -122,3 +123,82 @@ def check_labels(model: ImageTransformer, labels: Sequence[int]) -> None:
             raise UserError(
                 f"label={label} is unknown; the model has labels 0 to {model.n_classes - 1}."
             )
+
+
+def continue_sequences(
+    model: ImageTransformer,
+    parameters: Float[Tensor, "rows p"],
+    state: ModelState,
+    streams: Sequence[tuple[int, int]],
+    drawing: Drawing,
+) -> UInt8[Tensor, "b n s"]:
+    """Draw the rest of the sequences, from the distribution of their next step on.
+
+    There may be more rows than streams of random numbers; the rows beyond are dropped. With
+    guidance, the second half of the rows is the first without labels.
+    """
+    first = state.position - 1
+    steps = model.raster.length - first
+    rows = parameters.shape[0] // drawing.copies
+    uniforms = noise(model, drawing.seed, streams, first, rows)
+    if drawing.decoder is not None:
+        return _continue_compiled(drawing.decoder, parameters, state, uniforms, streams, drawing)
+    numbers = torch.from_numpy(uniforms).to(parameters.device)
+    sequence = torch.empty(
+        rows, steps, model.raster.values_per_step, dtype=torch.uint8, device=parameters.device
+    )
+    for step in range(steps):
+        if step:
+            values = sequence[:, step - 1].repeat(drawing.copies, 1)
+            parameters, state = model.step(values, state)
+        if drawing.copies == 1:
+            levels = model.head.sample(parameters, numbers[:, step], drawing.controls)
+        else:
+            with_labels, without = parameters.chunk(2)
+            levels = model.head.sample_guided(
+                with_labels, without, numbers[:, step], drawing.controls
+            )
+        sequence[:, step] = levels
+        if drawing.progress:
+            drawing.progress(len(streams) / steps)
+    return sequence[: len(streams)]
+
+
+def _continue_compiled(
+    decoder: Decoder,
+    parameters: Float[Tensor, "rows p"],
+    state: ModelState,
+    uniforms: Float[np.ndarray, "rows n u"],
+    streams: Sequence[tuple[int, int]],
+    drawing: Drawing,
+) -> UInt8[Tensor, "b n s"]:
+    """`_continue` by compiled code, which needs no rows beyond those that are asked for."""
+    first, count, recent = state.position - 1, len(streams), state.recent
+    values = recent.shape[-1]
+    sequence = np.zeros((count, first + uniforms.shape[1], values), dtype=np.uint8)
+    known = min(first, recent.shape[1])
+    if known:
+        sequence[:, first - known : first] = recent[:count, recent.shape[1] - known :].numpy()
+    decoder.draw(state, parameters, sequence, uniforms, drawing.controls, drawing.progress)
+    return torch.from_numpy(sequence[:, first:])
+
+
+def initial_state(
+    model: ImageTransformer, images: Sequence[int], rows: int, drawing: Drawing
+) -> ModelState:
+    """The state before the first step, of `rows` rows (twice as many with guidance)."""
+    labels = drawing.labels_of(images, rows)
+    on_device = None if labels is None else labels.to(model.device)
+    return model.initial_state(rows * drawing.copies, on_device)
+
+
+@contextmanager
+def no_gradients(model: ImageTransformer) -> Iterator[None]:
+    """Without gradients or dropout, leaving the model as it was."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)

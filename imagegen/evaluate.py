@@ -155,7 +155,9 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     limit = opt.optional_whole_number(config["limit"], "limit", 1)
     with_labels = opt.flag(config["labels"], "labels")
     classify = opt.flag(config["classify"], "classify")
-    precision = None if config["precision"] is None else str(config["precision"])
+    precision = config["precision"]
+    if precision is not None:
+        precision = opt.choice(str(precision), "precision", opt.PRECISIONS)
     if classify and precision is not None:
         raise UserError("precision and classify=true do not go together; leave one out.")
     out = None if config["out"] is None else opt.absolute(str(config["out"]))

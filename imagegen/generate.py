@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
-from torch import Tensor
+from jaxtyping import UInt8
 
-from imagegen.decode import Decoder
-from imagegen.drawing import Drawing, Progress, noise
+from imagegen.drawing import Drawing, Progress, continue_sequences, initial_state, no_gradients
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
-from imagegen.model import ImageTransformer, ModelState
+from imagegen.model import ImageTransformer
 
 DEFAULT_BATCH = 64
 
@@ -63,21 +60,45 @@ def generate(
     """
     _check("n", n, 1)
     _check("start", start, 0)
+    return draw_images(
+        model,
+        range(start, start + n),
+        seed=seed,
+        controls=controls,
+        labels=labels,
+        batch_size=batch_size,
+        precision=precision,
+        progress=progress,
+    )
+
+
+def draw_images(
+    model: ImageTransformer,
+    chosen: Sequence[int],
+    *,
+    seed: int = 0,
+    controls: Controls | None = None,
+    labels: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    precision: str = "auto",
+    progress: Progress | None = None,
+) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
+    """`generate` for any choice of the images of a seed, drawn in the order given."""
     batch_size = _checked_settings(seed, batch_size)
     drawing = Drawing.of(model, seed, controls, labels, progress, precision)
-    return _generate(model, n, drawing, batch_size, start)
+    return _draw(model, chosen, drawing, batch_size)
 
 
-def _generate(
-    model: ImageTransformer, n: int, drawing: Drawing, batch_size: int, start: int
+def _draw(
+    model: ImageTransformer, chosen: Sequence[int], drawing: Drawing, batch_size: int
 ) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
-    for first in range(start, start + n, batch_size):
-        streams = [(image, 0) for image in range(first, min(first + batch_size, start + n))]
-        with _no_gradients(model):
+    for first in range(0, len(chosen), batch_size):
+        streams = [(image, 0) for image in chosen[first : first + batch_size]]
+        with no_gradients(model):
             rows = _round_up(len(streams), ROW_GROUP)
-            state = _initial_state(model, [image for image, _ in streams], rows, drawing)
+            state = initial_state(model, [image for image, _ in streams], rows, drawing)
             parameters, state = model.step(None, state)
-            sequence = _continue(model, parameters, state, streams, drawing)
+            sequence = continue_sequences(model, parameters, state, streams, drawing)
             images = model.raster.to_images(sequence).cpu().numpy()
         yield images
 
@@ -113,6 +134,43 @@ def complete(
         UserError: as `generate`.
     """
     _check("completions", completions, 1)
+    pieces = draw_completions(
+        model,
+        images,
+        visible_rows,
+        [(image, fork) for image in range(len(images)) for fork in range(completions)],
+        seed=seed,
+        controls=controls,
+        labels=labels,
+        batch_size=batch_size,
+        precision=precision,
+        progress=progress,
+    )
+    result = np.repeat(images[:, None], completions, axis=1)
+    for chosen, drawn in pieces:
+        result[tuple(zip(*chosen, strict=True))] = drawn
+    return result
+
+
+def draw_completions(
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    visible_rows: Sequence[int],
+    chosen: Sequence[tuple[int, int]],
+    *,
+    seed: int = 0,
+    controls: Controls | None = None,
+    labels: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    precision: str = "auto",
+    progress: Progress | None = None,
+) -> Iterator[tuple[list[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
+    """`complete` for any choice of (image, completion), as they are finished.
+
+    Yields:
+        Which they are and their levels, at most batch_size at a time; those of images that show as
+        many rows, and lack the same completions, come together.
+    """
     batch_size = _checked_settings(seed, batch_size)
     drawing = Drawing.of(model, seed, controls, labels, progress, precision)
     height = model.spec.height
@@ -121,26 +179,35 @@ def complete(
     for rows in visible_rows:
         if not 0 <= rows <= height:
             raise UserError(f"visible_rows={rows} must lie between 0 and the height, {height}.")
-
-    result = np.repeat(images[:, None], completions, axis=1)
+    forks_of = defaultdict(list)
+    for image, fork in chosen:
+        forks_of[image].append(fork)
     alike = defaultdict(list)
-    for index, rows in enumerate(visible_rows):
-        alike[rows].append(index)
-    width = min(completions, batch_size)
-    for rows, members in alike.items():
-        if rows == height:
-            if progress:
-                progress(len(members) * completions)
-            continue
-        for stream in range(0, completions, width):
-            forks = range(stream, min(stream + width, completions))
+    for image, forks in forks_of.items():
+        alike[visible_rows[image], tuple(forks)].append(image)
+    return _draw_completions(model, images, alike, drawing, batch_size)
+
+
+def _draw_completions(
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    alike: Mapping[tuple[int, tuple[int, ...]], Sequence[int]],
+    drawing: Drawing,
+    batch_size: int,
+) -> Iterator[tuple[list[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
+    for (rows, all_forks), members in alike.items():
+        for stream in range(0, len(all_forks), batch_size):
+            forks = all_forks[stream : stream + batch_size]
             together = max(1, batch_size // len(forks))
             for first in range(0, len(members), together):
-                chosen = members[first : first + together]
-                result[chosen, forks.start : forks.stop] = _complete(
-                    model, images[chosen], chosen, rows, forks, drawing
-                )
-    return result
+                group = members[first : first + together]
+                pairs = [(image, fork) for image in group for fork in forks]
+                if rows < model.spec.height:
+                    yield pairs, _complete(model, images[group], group, rows, forks, drawing)
+                    continue
+                if drawing.progress:
+                    drawing.progress(len(pairs))
+                yield pairs, images[group].repeat(len(forks), axis=0)
 
 
 def _complete(
@@ -148,21 +215,21 @@ def _complete(
     images: UInt8[np.ndarray, "n h w c"],
     indices: Sequence[int],
     rows: int,
-    forks: range,
+    forks: Sequence[int],
     drawing: Drawing,
-) -> UInt8[np.ndarray, "n k h w c"]:
-    """Continuations `forks` of images that show the same number of rows."""
+) -> UInt8[np.ndarray, "b h w c"]:
+    """Continuations `forks` of images that show the same number of rows, image by image."""
     filled = _round_up(len(images), ROW_GROUP // math.gcd(len(forks), ROW_GROUP))
     visible = torch.from_numpy(np.resize(images[:, :rows], (filled, rows, *images.shape[2:])))
     streams = [(image, fork) for image in indices for fork in forks]
-    with _no_gradients(model):
+    with no_gradients(model):
         prefix = model.raster.to_sequence(visible.to(model.device))
-        state = _initial_state(model, indices, filled, drawing)
+        state = initial_state(model, indices, filled, drawing)
         if rows:
             parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)
         else:
             parameters, state = model.step(None, state)
-        sequence = _continue(
+        sequence = continue_sequences(
             model,
             parameters.repeat_interleave(len(forks), dim=0),
             state.repeat(len(forks)),
@@ -170,86 +237,7 @@ def _complete(
             drawing,
         )
         prefix = prefix[: len(images)].repeat_interleave(len(forks), dim=0)
-        drawn = model.raster.to_images(torch.cat([prefix, sequence], dim=1)).cpu().numpy()
-    return drawn.reshape(len(images), len(forks), *images.shape[1:])
-
-
-def _continue(
-    model: ImageTransformer,
-    parameters: Float[Tensor, "rows p"],
-    state: ModelState,
-    streams: Sequence[tuple[int, int]],
-    drawing: Drawing,
-) -> UInt8[Tensor, "b n s"]:
-    """Draw the rest of the sequences, from the distribution of their next step on.
-
-    There may be more rows than streams of random numbers; the rows beyond are dropped. With
-    guidance, the second half of the rows is the first without labels.
-    """
-    first = state.position - 1
-    steps = model.raster.length - first
-    rows = parameters.shape[0] // drawing.copies
-    uniforms = noise(model, drawing.seed, streams, first, rows)
-    if drawing.decoder is not None:
-        return _continue_compiled(drawing.decoder, parameters, state, uniforms, streams, drawing)
-    numbers = torch.from_numpy(uniforms).to(parameters.device)
-    sequence = torch.empty(
-        rows, steps, model.raster.values_per_step, dtype=torch.uint8, device=parameters.device
-    )
-    for step in range(steps):
-        if step:
-            values = sequence[:, step - 1].repeat(drawing.copies, 1)
-            parameters, state = model.step(values, state)
-        if drawing.copies == 1:
-            levels = model.head.sample(parameters, numbers[:, step], drawing.controls)
-        else:
-            with_labels, without = parameters.chunk(2)
-            levels = model.head.sample_guided(
-                with_labels, without, numbers[:, step], drawing.controls
-            )
-        sequence[:, step] = levels
-        if drawing.progress:
-            drawing.progress(len(streams) / steps)
-    return sequence[: len(streams)]
-
-
-def _continue_compiled(
-    decoder: Decoder,
-    parameters: Float[Tensor, "rows p"],
-    state: ModelState,
-    uniforms: Float[np.ndarray, "rows n u"],
-    streams: Sequence[tuple[int, int]],
-    drawing: Drawing,
-) -> UInt8[Tensor, "b n s"]:
-    """`_continue` by compiled code, which needs no rows beyond those that are asked for."""
-    first, count, recent = state.position - 1, len(streams), state.recent
-    values = recent.shape[-1]
-    sequence = np.zeros((count, first + uniforms.shape[1], values), dtype=np.uint8)
-    known = min(first, recent.shape[1])
-    if known:
-        sequence[:, first - known : first] = recent[:count, recent.shape[1] - known :].numpy()
-    decoder.draw(state, parameters, sequence, uniforms, drawing.controls, drawing.progress)
-    return torch.from_numpy(sequence[:, first:])
-
-
-def _initial_state(
-    model: ImageTransformer, images: Sequence[int], rows: int, drawing: Drawing
-) -> ModelState:
-    labels = drawing.labels_of(images, rows)
-    on_device = None if labels is None else labels.to(model.device)
-    return model.initial_state(rows * drawing.copies, on_device)
-
-
-@contextmanager
-def _no_gradients(model: ImageTransformer) -> Iterator[None]:
-    """Without gradients or dropout, leaving the model as it was."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.train(training)
+        return model.raster.to_images(torch.cat([prefix, sequence], dim=1)).cpu().numpy()
 
 
 def _round_up(count: int, group: int) -> int:

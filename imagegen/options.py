@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from imagegen.spec import ImageSpec
 
 MAX_SEED = 2**64 - 1
+PRECISIONS = ("auto", "32", "int16", "int8")
+"""Of the weights in compiled loops; see `imagegen.decode.choose_decoder`."""
 
 
 def whole_number(value: object, name: str, least: int, most: int | None = None) -> int:

@@ -64,11 +64,60 @@ def staged_folder(target: Path, owned: Iterable[str]) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
+@contextlib.contextmanager
+def made_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into in place, made with its parents where it does not exist.
+
+    On any exception the folders that were made are removed again, if they are empty.
+
+    Raises:
+        UserError: if the target is not a folder, or cannot be written.
+    """
+    folder = Path(os.path.realpath(target))
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with _disk_errors(target):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def lock_folder(folder: Path, shared: bool = False) -> int | None:
+    """Keep a folder for this process, or with `shared` for those that share it, until it ends.
+
+    Returns:
+        A descriptor; closing it gives the folder back. None where the system or the file system
+        has no locks.
+
+    Raises:
+        BlockingIOError: if another process holds the folder.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    # The folder itself is locked, so that no file stays behind.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:  # Some network file systems
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def write_atomic(path: Path, data: bytes | str, sync: bool = True) -> None:
     """Write a file whole: under a temporary name next to it, then renamed over it.
 
     Missing parents are made; text is UTF-8. What is no regular file (`/dev/stdout`) is written
-    directly.
+    directly. Without `sync` it is quicker, and a power cut may leave a broken file.
 
     Raises:
         UserError: naming the path, if it cannot be written.
@@ -87,8 +136,9 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             descriptor, temporary = tempfile.mkstemp(_PARTIAL, f".{real.name}.", real.parent)
             with open(descriptor, "wb") as file:
                 file.write(content)
-                file.flush()
-                os.fsync(descriptor)
+                if sync:
+                    file.flush()
+                    os.fsync(descriptor)
             os.chmod(temporary, mode)
             os.replace(temporary, real)
             temporary = None

@@ -15,9 +15,13 @@ from typing import Any
 
 from imagegen.cli import PROJECT_ROOT, is_first_process
 from imagegen.errors import UserError
+from imagegen.output import lock_folder
 
 LAST = Path("checkpoints", "last.ckpt")
 """Where a run folder keeps the checkpoint to continue from."""
+
+AUTO = "auto"
+"""`resume=auto`: go on with the run in `hydra.run.dir` if there is one, else begin it there."""
 
 # Classes of ours, and those that choose how to optimize and what to watch.
 _TRUSTED = re.compile(
@@ -32,8 +36,8 @@ def rewrite_resume(argv: Sequence[str]) -> list[str]:
 
     They become: the overrides kept in the checkpoint that are not overridden now, those typed now,
     `resume=<checkpoint file>` and, where the checkpoint lies in a run folder and none is typed,
-    `hydra.run.dir=<run folder>`. Without `resume=` nothing changes; rewriting again changes no
-    meaning. Relative paths are relative to the working directory.
+    `hydra.run.dir=<run folder>`. Without `resume=`, or with `resume=auto`, nothing changes;
+    rewriting again changes no meaning. Relative paths are relative to the working directory.
 
     Args:
         argv: the arguments typed, without the program's name.
@@ -44,7 +48,7 @@ def rewrite_resume(argv: Sequence[str]) -> list[str]:
     """
     typed = {index: parsed for index, text in enumerate(argv) if (parsed := _parse(text))}
     chosen = [index for index, parsed in typed.items() if parsed.key_or_group == "resume"]
-    if not chosen or typed[chosen[-1]].value() is None:
+    if not chosen or typed[chosen[-1]].value() in (None, AUTO):
         return list(argv)
     multirun = any(text in ("-m", "--multirun", "hydra.mode=MULTIRUN") for text in argv)
     if multirun or typed[chosen[-1]].is_sweep_override():
@@ -135,7 +139,14 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
         yield
         return
     refuse_used_folder({"resume": True if resuming else None}, folder)
-    lock = _lock(folder)
+    try:
+        lock = lock_folder(folder)
+        _remove_leftovers(folder)
+    except BlockingIOError as error:
+        raise UserError(
+            f"another run is writing to {folder}; wait for it to end, or choose another "
+            "hydra.run.dir."
+        ) from error
     try:
         yield
     finally:
@@ -151,26 +162,12 @@ def quote(value: str) -> str:
     return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
 
 
-def _lock(folder: Path) -> int | None:
-    """A descriptor that holds a lock, or None where the system or file system has no locks."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    # The folder itself is locked, so that no file stays behind.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UserError(
-            f"another run is writing to {folder}; wait for it to end, or choose another "
-            "hydra.run.dir."
-        ) from error
-    except OSError:  # Some network file systems
-        os.close(descriptor)
-        return None
-    return descriptor
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a killed run was writing."""
+    for place in (folder, folder / LAST.parent, folder / "samples"):
+        for leftover in place.glob(".*.partial"):
+            if leftover.is_file():
+                leftover.unlink(missing_ok=True)
 
 
 def _parse(text: str) -> Any:

@@ -35,8 +35,9 @@ from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.model import ImageTransformer, default_options
 from imagegen.model_options import model_options
 from imagegen.output import write_atomic
-from imagegen.resume import claim_run_folder
+from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
+from imagegen.survival import FirstCheckpoint, WholeSteps, requeue_job
 from imagegen.sweeps import sweep_group
 from imagegen.training import ImageModule, OptimizerFactory
 
@@ -91,6 +92,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     with claim_run_folder(folder, resuming=cfg.resume is not None):
+        if cfg.resume == AUTO:
+            cfg.resume = str(folder / LAST) if (folder / LAST).is_file() else None
         try:
             return _train(cfg, folder, list(hydra.overrides.task))
         except Exception:
@@ -121,8 +124,13 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     data.prepare_data()
     data.split("train")
 
-    own = [ExactSteps(cfg.seed), Interruptible(), BadNumbers(cfg.on_nan, folder)]
-    trainer = _trainer(cfg, [Metadata(metadata, dataset), *own])
+    interruptible = Interruptible()
+    # What stops a run between two steps comes after what knows that it is between two.
+    bad_numbers = BadNumbers(cfg.on_nan, folder)
+    own: list[Callback] = [ExactSteps(cfg.seed), bad_numbers, WholeSteps(), interruptible]
+    if cfg.callbacks.get("last"):
+        own.append(FirstCheckpoint(folder / LAST))
+    trainer = _trainer(cfg, folder, [Metadata(metadata, dataset), *own])
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -144,6 +152,8 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
         if trainer.is_global_zero:
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
                 print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
+            if interruptible.preempted:
+                requeue_job()
     if resumed and resumed["step"] == trainer.global_step:
         raise UserError(
             f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
@@ -209,7 +219,7 @@ def _resume_state(
     return state
 
 
-def _trainer(cfg: DictConfig, callbacks: list[Callback]) -> Trainer:
+def _trainer(cfg: DictConfig, folder: Path, callbacks: list[Callback]) -> Trainer:
     options: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
     # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))
@@ -225,6 +235,7 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback]) -> Trainer:
     trainer: Trainer = instantiate(
         options,
         callbacks=callbacks,
+        default_root_dir=str(folder),
         logger=False,
         enable_progress_bar=progress,
         plugins=[AtomicCheckpoints()],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,11 @@ class SampleOptions:
         visible_rows: the same as a number of rows; replaces `visible`.
         completions: continuations of each image.
         controls: how to draw.
+        precision: of the weights where a compiled loop draws.
         label: what was typed as label=; None for images without labels.
         dataset: options of the checkpoint's data set to replace.
+        resume: whether to go on with a job that `out` holds.
+        part: (i, k) for part i, from 1 on, of k that share the work; None for all of it.
     """
 
     task: str
@@ -39,12 +43,15 @@ class SampleOptions:
     label: Any = None
     batch_size: int | None = None
     device: str = "auto"
+    precision: str = "auto"
     images: tuple[Path, ...] | None = None
     visible: float | tuple[float, ...] = 0.5
     visible_rows: int | tuple[int, ...] | None = None
     completions: int = 4
     resize: bool = False
     dataset: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    part: tuple[int, int] | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SampleOptions:
@@ -63,6 +70,11 @@ class SampleOptions:
         if completions is None:
             # Greedy completions of one image are all the same.
             completions = 1 if controls.greedy else 4
+        resume, part = opt.flag(config["resume"], "resume"), _part(config["part"])
+        if config["out"] is None and (resume or part is not None):
+            raise UserError(
+                f"{'resume' if part is None else 'part'} needs out=<the folder of the whole job>."
+            )
         return cls(
             task=task,
             ckpt=opt.checkpoint_path(config["ckpt"]),
@@ -73,12 +85,26 @@ class SampleOptions:
             label=config["label"],
             batch_size=opt.optional_whole_number(config["batch_size"], "batch_size", 1),
             device=str(config["device"]),
+            precision=opt.choice(str(config["precision"]), "precision", opt.PRECISIONS),
             images=None if config["images"] is None else opt.paths(config["images"], "images"),
             completions=opt.whole_number(completions, "completions", 1),
             resize=opt.flag(config["resize"], "resize"),
             dataset=config["dataset"] or {},
+            resume=resume,
+            part=part,
             **_visible(config["visible"], config["visible_rows"]),
         )
+
+
+def _part(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", str(value))
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(
+            f"part={value}, but it must be <which>/<how many>: 1/2 and 2/2 for two processes."
+        )
+    return int(match[1]), int(match[2])
 
 
 def _visible(visible: object, visible_rows: object) -> dict[str, Any]:

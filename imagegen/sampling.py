@@ -1,45 +1,72 @@
 """The work behind `sample.py`: draw new images, or complete partial ones, into a folder.
 
-The folder holds `images/`, `grid.png` and `manifest.json`. It appears as a whole when all is drawn.
+The images are written as they are drawn, so that memory does not grow with their number, and a job
+that was stopped can be continued; see `imagegen.sample_folder`.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import UInt8
 
 from imagegen import options as opt
-from imagegen.completion import draw_completions, read_partial
-from imagegen.errors import UserError
-from imagegen.images import (
-    encode_png,
-    grid_limit,
-    make_grid,
-    save_png,
-    to_display,
-    with_captions,
-)
-from imagegen.output import staged_folder, write_atomic
+from imagegen.completion import Completions, read_partial
+from imagegen.data.convert import read_image
+from imagegen.images import grid_limit, make_grid, to_display, with_captions
 from imagegen.progress import image_progress
 from imagegen.provenance import load_source, versions
+from imagegen.sample_folder import FINISHED, JobFolder, check_out, job_folder
 from imagegen.sample_options import SampleOptions
 
 if TYPE_CHECKING:
     from imagegen.model import ImageTransformer
+else:  # Annotations are checked in tests; the model is imported late.
+    ImageTransformer = Any
 
 DEFAULT_IMAGES = 64
 MAX_COLUMNS = 32  # labels side by side in a grid
 
-_OWNED = ("grid.png", "images", "manifest.json")
-_IMAGE_NAME = re.compile(r"\d{5,}(-[a-z0-9]+)?\.png")
+
+@runtime_checkable
+class Work(Protocol):
+    """What a task draws: `n` images (or completions of them), each into a file of its own."""
+
+    verb: str
+    n: int
+
+    def entries(self) -> dict[str, Any]:
+        """What the manifest says of the images."""
+        ...
+
+    def files(self, images: range) -> dict[str, Any]:
+        """The names of the files to draw for these images, and a key for each."""
+        ...
+
+    def prepare(self, folder: JobFolder, images: range) -> None:
+        """Write what stands beside the drawn files of these images."""
+        ...
+
+    def draw(
+        self, chosen: Sequence[Any], progress: Callable[[float], None]
+    ) -> Iterator[tuple[Sequence[Any], UInt8[np.ndarray, "b h w c"]]]:
+        """The images of these keys (0..255), a batch at a time, as they are finished."""
+        ...
+
+    def grid(self, folder: Path) -> tuple[UInt8[np.ndarray, "H W c"], dict[str, int]]:
+        """A grid of the first files in `folder`, and how many it shows."""
+        ...
+
+    def said(self, drawn: int, images: int) -> str:
+        """What has been drawn, in words."""
+        ...
 
 
 def run(config: Mapping[str, Any]) -> Path:
@@ -49,93 +76,171 @@ def run(config: Mapping[str, Any]) -> Path:
         the folder written.
 
     Raises:
-        UserError: for anything that cannot be; then nothing is written.
+        UserError: for anything that cannot be; then nothing is written, or what has been drawn by
+        then stays, to be continued.
     """
     options = SampleOptions.from_config(opt.plain(config))
-    _check_out(options.out)
+    check_out(options.out)
     device = opt.resolve_device(options.device)
     source = load_source(options.ckpt, device)
     model = source.loaded.model
     names = source.loaded.metadata.get("class_names")
     labels = opt.labels_of(options.label, names, model.n_classes)
-    partial = read_partial(source.loaded, options) if options.task == "complete" else None
-    with staged_folder(options.out, owned=_OWNED) as folder:
-        (folder / "images").mkdir()
-        if partial is None:
-            result = draw_samples(model, options, labels, names, folder)
-        else:
-            result = draw_completions(model, options, labels, partial, folder)
-        manifest = {
-            "task": options.task,
-            **source.to_dict(),
-            "seed": options.seed,
-            **asdict(options.controls),
-            "labels": labels,
-            **result,
-            "image_shape": list(model.spec.shape),
-            "levels": model.spec.levels,
-            "device": str(device),
-            "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-            **versions(),
-        }
-        write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-    drawn, rate = result["n"] * result.get("completions", 1), result["images_per_second"]
-    what = "images" if partial is None else f"completions of {result['n']} images"
-    print(f"{drawn} {what} in {drawn / rate:.1f} s ({rate:.1f} images/s): {options.out}")
-    print(f"look at {options.out / 'grid.png'}")
+    work: Work
+    if options.task == "complete":
+        work = Completions(model, options, labels, read_partial(source.loaded, options))
+    else:
+        work = Samples(model, options, labels, names)
+    settings = {
+        "task": options.task,
+        **source.to_dict(),
+        "seed": options.seed,
+        **asdict(options.controls),
+        "labels": labels,
+        "n": work.n,
+        "batch_size": options.batch_size or _default_batch(),
+        **work.entries(),
+        "image_shape": list(model.spec.shape),
+        "levels": model.spec.levels,
+        "device": device.type,
+        "loop": _loop(model, options, labels),
+        **versions(),
+    }
+    shared = options.part is not None
+    with job_folder(options.out, settings, options.resume, shared) as folder:
+        _fill(work, folder, options)
     return options.out
 
 
-def draw_samples(
-    model: ImageTransformer,
-    options: SampleOptions,
-    labels: Sequence[int] | None,
-    class_names: Sequence[str] | None,
-    folder: Path,
-) -> dict[str, Any]:
-    """Draw `n` images, writing each batch into `folder` as it is finished, then a grid.
+def _fill(work: Work, folder: JobFolder, options: SampleOptions) -> None:
+    """Draw what is missing of this process' part; the process that ends last finishes the job."""
+    images = _part(work.n, options.part)
+    files = work.files(images)
+    missing = folder.missing(files)
+    if not missing and folder.state == FINISHED and (folder.path / "grid.png").exists():
+        print(f"nothing is missing in {options.out}")
+        return
+    folder.begin()
+    work.prepare(folder, images)
+    seconds = _draw(work, {files[name]: name for name in missing}, folder)
+    rate = len(missing) / seconds if missing else None
+    told = "" if rate is None else f" in {seconds:.1f} s ({rate:.1f} images/s)"
+    print(f"{work.said(len(missing), len(images))}{told}: {options.out}")
+    lacking = folder.lacks(work.files(range(work.n)))
+    if lacking:
+        print(f"the other parts still have to draw {lacking} images")
+        return
+    grid, shown = work.grid(folder.path / "images")
+    folder.finish(
+        grid,
+        {
+            "seconds": seconds,
+            "images_per_second": rate,
+            "grid": shown,
+            "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        },
+    )
+    print(f"look at {options.out / 'grid.png'}")
 
-    Image i has labels[i % len(labels)]. Where several labels fit side by side, each has a column of
-    the grid, with its name above.
 
-    Returns:
-        the entries of the manifest that say what was done.
-    """
-    from imagegen.generate import DEFAULT_BATCH, generate
-
-    spec = model.spec
-    n = options.n or DEFAULT_IMAGES
-    shown: list[np.ndarray] = []
-    limit = min(n, grid_limit(spec.height, spec.width))
-    index, seconds = 0, 0.0
-    with image_progress("sampling", n) as advance:
-        batches = generate(
-            model,
-            n,
-            seed=options.seed,
-            controls=options.controls,
-            labels=labels,
-            batch_size=options.batch_size,
-            progress=advance,
-        )
+def _draw(work: Work, names: Mapping[Any, str], folder: JobFolder) -> float:
+    """Draw the images of these keys into files of these names; returns the seconds it took."""
+    seconds = 0.0
+    with image_progress(work.verb, len(names)) as advance:
         started = perf_counter()
-        for batch in batches:
+        for keys, images in work.draw(list(names), advance):
             # Files are not counted: the rate is the model's.
             seconds += perf_counter() - started
-            for image in to_display(batch, spec.levels):
-                (folder / "images" / f"{index:05d}.png").write_bytes(encode_png(image))
-                if index < limit:
-                    shown.append(image)
-                index += 1
+            for key, image in zip(keys, images, strict=True):
+                folder.write_image(names[key], image)
             started = perf_counter()
-    save_png(folder / "grid.png", _labelled_grid(np.stack(shown), labels, class_names))
-    return {
-        "n": n,
-        "batch_size": options.batch_size or DEFAULT_BATCH,
-        "seconds": seconds,
-        "images_per_second": n / seconds,
-        "grid": {"images": limit},
-    }
+    return seconds
+
+
+class Samples:
+    """The work of `task=sample`: image i has labels[i % len(labels)].
+
+    Where several labels fit side by side, each has a column of the grid, with its name above.
+    """
+
+    verb = "sampling"
+
+    def __init__(
+        self,
+        model: ImageTransformer,
+        options: SampleOptions,
+        labels: Sequence[int] | None,
+        class_names: Sequence[str] | None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.labels = labels
+        self.class_names = class_names
+        self.n = options.n or DEFAULT_IMAGES
+
+    def entries(self) -> dict[str, Any]:
+        return {}
+
+    def files(self, images: range) -> dict[str, int]:
+        return {_name(i): i for i in images}
+
+    def prepare(self, folder: JobFolder, images: range) -> None:
+        pass
+
+    def draw(
+        self, chosen: Sequence[int], progress: Callable[[float], None]
+    ) -> Iterator[tuple[Sequence[int], UInt8[np.ndarray, "b h w c"]]]:
+        from imagegen.generate import draw_images
+
+        waiting = iter(chosen)
+        for batch in draw_images(
+            self.model,
+            chosen,
+            seed=self.options.seed,
+            controls=self.options.controls,
+            labels=self.labels,
+            batch_size=self.options.batch_size,
+            precision=self.options.precision,
+            progress=progress,
+        ):
+            yield list(islice(waiting, len(batch))), to_display(batch, self.model.spec.levels)
+
+    def grid(self, folder: Path) -> tuple[UInt8[np.ndarray, "H W c"], dict[str, int]]:
+        spec = self.model.spec
+        limit = min(self.n, grid_limit(spec.height, spec.width))
+        images = np.stack([read_image(folder / _name(i), spec.channels) for i in range(limit)])
+        return _labelled_grid(images, self.labels, self.class_names), {"images": limit}
+
+    def said(self, drawn: int, images: int) -> str:
+        return f"{drawn} images"
+
+
+def _name(image: int) -> str:
+    return f"{image:05d}.png"
+
+
+def _part(n: int, part: tuple[int, int] | None) -> range:
+    """The images of one of several processes: as many, within one, as every other has."""
+    number, parts = part or (1, 1)
+    return range(n * (number - 1) // parts, n * number // parts)
+
+
+def _default_batch() -> int:
+    from imagegen.generate import DEFAULT_BATCH
+
+    return DEFAULT_BATCH
+
+
+def _loop(model: ImageTransformer, options: SampleOptions, labels: Sequence[int] | None) -> str:
+    """Which code draws, for the images of one differ from those of the other by rounding.
+
+    Raises:
+        UserError: for labels or controls that the model does not have.
+    """
+    from imagegen.drawing import Drawing
+
+    drawing = Drawing.of(model, options.seed, options.controls, labels, None, options.precision)
+    return "torch" if drawing.decoder is None else f"compiled, {drawing.decoder.precision}"
 
 
 def _labelled_grid(
@@ -150,30 +255,3 @@ def _labelled_grid(
         return make_grid(images)
     columns = min(len(labels), len(images))
     return with_captions(make_grid(images, columns), captions[:columns])
-
-
-def _check_out(out: Path) -> None:
-    """Refuse a folder whose content is not a result of this command: it would be replaced."""
-    try:
-        names = {path.name for path in out.iterdir()} if out.exists() else set()
-        # What a killed process left: `staged_folder` knows it.
-        names = {name for name in names if not name.endswith(".partial")}
-        images = [path.name for path in (out / "images").glob("*")] if names else []
-    except OSError as error:
-        raise UserError(f"out={out} is not a folder that can be used: {error.strerror}.") from error
-    if names and not (
-        names <= set(_OWNED)
-        and _is_manifest(out / "manifest.json")
-        and all(_IMAGE_NAME.fullmatch(name) for name in images)
-    ):
-        raise UserError(
-            f"out={out} holds files that sample.py did not write; name a new or an empty folder."
-        )
-
-
-def _is_manifest(path: Path) -> bool:
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(manifest, dict) and "checkpoint_sha256" in manifest

@@ -87,14 +87,14 @@ def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def save_colour_checkpoint(folder: Path) -> Path:
-    """A checkpoint of an untrained model of images of 4x6, 3 channels, 256 levels, and its data."""
+def save_colour_checkpoint(folder: Path, height: int = 4, width: int = 6) -> Path:
+    """A checkpoint of an untrained model of images of 3 channels, 256 levels, and its data."""
     for i in range(10):
-        write_image(folder / "photos" / f"{i}.png", (4, 6, 3), seed=i)
+        write_image(folder / "photos" / f"{i}.png", (height, width, 3), seed=i)
     dataset = {
         "_target_": "imagegen.data.image_folder.ImageFolder",
         "root": str(folder / "photos"),
-        "size": [4, 6],
+        "size": [height, width],
         "channels": 3,
         "cache": str(folder / "cache"),
     }

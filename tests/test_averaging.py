@@ -96,11 +96,13 @@ def test_resuming_goes_on_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_error_in_validation_keeps_the_trained_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of the last checkpoint: one of a half done validation would skip it when resumed."""
     witness = Witness()
 
     class Fail(Callback):
-        def on_validation_batch_end(self, *args: Any) -> None:
-            raise RuntimeError("a disk fell down")
+        def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 12:
+                raise RuntimeError("a disk fell down")
 
     monkeypatch.setattr("tests.test_averaging.make_witness", lambda: witness, raising=False)
     monkeypatch.setattr("tests.test_averaging.make_fail", Fail, raising=False)
@@ -111,8 +113,10 @@ def test_an_error_in_validation_keeps_the_trained_weights(
             "+callbacks.witness._target_=tests.test_averaging.make_witness",
             "+callbacks.fail._target_=tests.test_averaging.make_fail",
         )
-    state = _content(tmp_path / "run")["current_model_state"]
-    torch.testing.assert_close(state["model.norm.weight"], witness.trained[-1])
+    content = _content(tmp_path / "run")
+    state = content["current_model_state"]
+    assert content["global_step"] == 6
+    torch.testing.assert_close(state["model.norm.weight"], witness.trained[5])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "failed"
 
 

@@ -141,7 +141,7 @@ def test_whole_splits(ckpt: Path, split: str, images: int) -> None:
     ("overrides", "sentence"),
     [
         (["split=all"], "split=all is unknown; it can be train, val, test"),
-        (["precision=16"], "precision=16 must be one of auto, 32, int16, int8"),
+        (["precision=16"], "precision=16 is unknown; it can be auto, 32, int16, int8"),
         (["precision=auto", "classify=true"], "do not go together"),
         (["limit=0"], "limit=0, but it must be a whole number of at least 1"),
         (["batch_size=-1"], "batch_size=-1, but"),

@@ -73,7 +73,9 @@ def test_writes_images_grid_and_manifest(
         "image_shape": [8, 8, 1],
         "levels": 17,
         "device": "cpu",
+        "loop": "torch",
         "grid": {"images": 5},
+        "state": "finished",
         "imagegen_version": imagegen.__version__,
         "torch_version": torch.__version__,
     }
@@ -239,8 +241,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_drawing(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("drew before looking at out")
 
-    monkeypatch.setattr(generation, "generate", refuse)
-    monkeypatch.setattr(generation, "complete", refuse)
+    monkeypatch.setattr(generation, "draw_images", refuse)
+    monkeypatch.setattr(generation, "draw_completions", refuse)
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "out"):
         for task in ("task=sample", "task=complete"):
@@ -248,22 +250,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_drawing(
                 sample(grey, out, task)
     assert tree(tmp_path) == {"file"}
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_an_interruption_leaves_nothing(
-    grey: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = generation.generate
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        batches = whole(*args, **kwargs)
-        yield next(batches)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generation, "generate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        sample(grey, tmp_path / "below" / "out", "n=4", "batch_size=2")
-    assert not tree(tmp_path)
 
 
 def test_a_checkpoint_replaced_while_it_is_read_is_refused(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
+from imagegen.options import PRECISIONS, choice
 
 if TYPE_CHECKING:
     from imagegen.model import ImageTransformer, ModelState
@@ -32,9 +33,11 @@ class Decoder(ABC):
 
     Attributes:
         variant: what the compiled code depends on, in one word.
+        precision: of the weights: 32, int16 or int8.
     """
 
     variant: str
+    precision: str
 
     @abstractmethod
     def draw(
@@ -78,8 +81,8 @@ class Decoder(ABC):
 SHORTEST = 256
 
 
-PRECISIONS = {"auto": 16, "32": 32, "int16": 16, "int8": 8}
-"""Bits of the weights in the compiled loop."""
+BITS = {"auto": 16, "32": 32, "int16": 16, "int8": 8}
+"""Of the weights in the compiled loop, by precision."""
 
 
 def choose_decoder(
@@ -99,7 +102,7 @@ def choose_decoder(
     Raises:
         UserError: for another precision.
     """
-    check_precision(precision)
+    choice(precision, "precision", PRECISIONS)
     if model.raster.length < SHORTEST:
         return None
     if controls.greedy or controls.top_p != 1 or controls.guidance != 1:
@@ -122,7 +125,7 @@ def parameters_as_drawn(
     Raises:
         UserError: for an unknown precision, or a model that has no compiled loop.
     """
-    check_precision(precision)
+    choice(precision, "precision", PRECISIONS)
     decoder = _decoder(model, precision)
     if not isinstance(decoder, Decoder):
         raise UserError(
@@ -132,16 +135,6 @@ def parameters_as_drawn(
     context = model.initial_state(len(sequence), labels).context
     numbers = None if context is None else context.float().numpy()
     return torch.from_numpy(decoder.parameters(sequence.numpy(), numbers))
-
-
-def check_precision(precision: str) -> None:
-    """Refuse a precision that there is not.
-
-    Raises:
-        UserError: for it.
-    """
-    if precision not in PRECISIONS:
-        raise UserError(f"precision={precision} must be one of {', '.join(PRECISIONS)}.")
 
 
 def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
@@ -156,7 +149,7 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     from imagegen.decode.cache import first_use
     from imagegen.decode.integer import is_supported
 
-    bits = PRECISIONS[precision]
+    bits = BITS[precision]
     if bits < 32 and not is_supported():
         if precision != "auto":
             _say(f"in float32, for the processor has no instructions for {precision}")

@@ -55,6 +55,7 @@ class FusedDecoder(Decoder):
         self.model = model
         layers = [mixer_of(block.attention) for block in cast(list[Block], model.blocks)]
         self.mix = layers[0].settings
+        self.precision = "32" if bits == 32 else f"int{bits}"
         self.variant = type(self.mix).__name__
         self.weights = _weights(model, layers, bits)
 
