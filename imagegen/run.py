@@ -150,7 +150,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
         if trainer.is_global_zero:
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
                 print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
-    if resumed and resumed["step"] == trainer.global_step:
+    if trainer.is_global_zero and resumed and resumed["step"] == trainer.global_step:
         raise UserError(
             f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
             "train it further, for example trainer.max_epochs=40."

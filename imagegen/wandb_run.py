@@ -21,9 +21,8 @@ class WandbRun(WandbLogger):
     """Lightning's logger with four differences.
 
     What is logged at one step makes one row, whose wandb step it is. A resumed run has each row
-    once, wherever it was killed. Checkpoints are artifacts
-    `model-ID` with the aliases `best` and `last`. And where wandb fails, a line says so and the
-    training goes on without it.
+    once, wherever it was killed. Checkpoints are artifacts `model-ID` with the aliases `best` and
+    `last`. And where wandb fails, a line says so and the training goes on without it.
 
     Args:
         run: started with `wandb.init`; None in all processes but the first.
