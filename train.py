@@ -5,10 +5,16 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from imagegen.cli import hydra_entry
+from imagegen.processes import require_one_folder
 from imagegen.resume import refuse_used_folder, rewrite_resume
 
 
-@hydra_entry("train", rewrite=rewrite_resume, check=refuse_used_folder)
+def rewrite(argv: list[str]) -> list[str]:
+    """The arguments typed, with what `resume=` stands for."""
+    return require_one_folder(rewrite_resume(argv))
+
+
+@hydra_entry("train", rewrite=rewrite, check=refuse_used_folder)
 def main(config: DictConfig) -> float | None:
     """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
     from imagegen.run import train

@@ -10,6 +10,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.errors import UserError
+from imagegen.processes import Diverged
 
 POLICIES = ("stop", "skip")
 MOST_IN_A_ROW = 10
@@ -61,19 +62,21 @@ class BadNumbers(Callback):
             # Infinite gradients belong to the search for a loss scale, which leaves such steps out.
             return
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        # One number to look at, whatever the number of parameters. All processes see the same one.
-        if torch.nn.utils.get_total_norm(gradients).isfinite():
+        # One number to look at, whatever the number of parameters.
+        finite = bool(torch.nn.utils.get_total_norm(gradients).isfinite())
+        # Processes share their gradients, but FSDP leaves each of them a part only.
+        if trainer.strategy.reduce_boolean_decision(finite):
             self._in_a_row = 0
             return
         what = (
             f"the loss or a gradient is not a number at step {trainer.global_step + 1}, with the "
-            f"training images {self._indices}"
+            f"training images {self._all_indices(trainer)}"
         )
         self.skipped += 1
         self._in_a_row += 1
         if self.policy == "stop" or self._in_a_row >= MOST_IN_A_ROW:
             again = "" if self.policy == "stop" else f", for the {self._in_a_row}th time in a row"
-            raise UserError(
+            raise Diverged(
                 f"{what}{again}; the weights are as before, {self._last_good()}. Lower "
                 "optimizer.lr, or leave such steps out with on_nan=skip."
             )
@@ -87,10 +90,18 @@ class BadNumbers(Callback):
         """Stop where the validation's result is not finite."""
         found = trainer.callback_metrics.get("val/bits_per_dim")
         if found is not None and not trainer.sanity_checking and not found.isfinite():
-            raise UserError(
+            raise Diverged(
                 f"the validation after step {trainer.global_step} gives {found.item()} bits/dim: "
                 f"the model has diverged, {self._last_good()}. Lower optimizer.lr."
             )
+
+    def _all_indices(self, trainer: Trainer) -> list[int]:
+        """The images of the step in all processes."""
+        if trainer.world_size == 1:
+            return self._indices
+        found: list[list[int]] = [[]] * trainer.world_size
+        torch.distributed.all_gather_object(found, self._indices)
+        return [index for indices in found for index in indices]
 
     def _last_good(self) -> str:
         checkpoint = self.folder / "checkpoints" / "best.ckpt"

@@ -16,10 +16,12 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.cli import is_first_process
 from imagegen.durations import format_seconds
 from imagegen.generate import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
+from imagegen.processes import Diverged, Interrupted
 from imagegen.training import ImageModule
 
 
@@ -210,9 +212,10 @@ class ExactSteps(Callback):
 class Interruptible(Callback):
     """Lets Ctrl-C and SIGTERM take effect between two steps, so that none is lost or done twice.
 
-    A second one stops at once. In a job of SLURM so does SIGUSR1, its warning that the time is
-    nearly up; `preempted` then tells that the job is to be run again. Runs of several processes
-    stop as Lightning stops them.
+    A second one of the same kind stops at once. In a job of SLURM so does SIGUSR1, its warning that
+    the time is nearly up; `preempted` then tells that the job is to be run again. Several processes
+    stop at the same step, whichever of them is asked to, and save together; what stops only one of
+    them saves nothing, for it would wait for the others.
     """
 
     def __init__(self) -> None:
@@ -222,7 +225,7 @@ class Interruptible(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signal over, where that is possible."""
-        if threading.current_thread() is threading.main_thread() and trainer.world_size == 1:
+        if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, signal.SIGTERM]
             if "SLURM_JOB_ID" in os.environ:
                 # Lightning would save at once, in the middle of a step, and elsewhere.
@@ -233,20 +236,36 @@ class Interruptible(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stop here if asked to, unless gradients of earlier batches wait for their step."""
-        if self._asked and batch_idx % trainer.accumulate_grad_batches == 0:
-            raise KeyboardInterrupt
+        """Stop here if this process, or another one, has been asked to.
+
+        Not while gradients of earlier batches wait for their step.
+        """
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+            raise Interrupted
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Save only what all processes can save together."""
+        if trainer.world_size > 1 and not isinstance(exception, Interrupted | Diverged):
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.save_on_exception = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signal back."""
         self._give_back()
 
     def _ask(self, number: int, frame: object) -> None:
-        self._asked = True
         self.preempted = number not in (signal.SIGINT, signal.SIGTERM)
-        self._give_back()
-        again = "" if self.preempted else "; Ctrl-C again stops at once"
-        print(f"\nstopping after this step{again}", file=sys.stderr)
+        if not self._asked and is_first_process():
+            again = "" if self.preempted else "; Ctrl-C again stops at once"
+            print(f"\nstopping after this step{again}", file=sys.stderr)
+        self._asked = True
+        # The other kind may follow without anyone's asking twice: torchrun sends both.
+        signal.signal(number, self._before.pop(signal.Signals(number)))
 
     def _give_back(self) -> None:
         while self._before:

@@ -245,7 +245,8 @@ def _interrupt(*_: object) -> None:
 
 
 def _interrupted() -> int:
-    print("\ninterrupted", file=sys.stderr)
+    if is_first_process():
+        print("\ninterrupted", file=sys.stderr)
     return 128 + 2
 
 

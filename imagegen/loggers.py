@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.errors import UserError
-from imagegen.metrics_file import MetricsFile
+from imagegen.metrics_file import MetricsFile, read_rows
+from imagegen.wandb_file import last_wandb_step
+from imagegen.wandb_run import WandbRun
 
 _START_SECONDS = 30
 """How long wandb may try to reach its server before the run goes on offline."""
+_FINISH_SECONDS = 600
+"""How long wandb may upload after a run; what is left lies in the run folder."""
 
 
 def build_loggers(
@@ -59,7 +63,7 @@ def build_loggers(
 def logger_state(loggers: Iterable[Logger]) -> dict[str, str]:
     """What a checkpoint must keep so that a resumed run goes on in the same wandb run."""
     for logger in loggers:
-        if isinstance(logger, WandbLogger) and logger.version:
+        if isinstance(logger, WandbRun) and logger.version:
             return {"wandb_id": str(logger.version)}
     return {}
 
@@ -77,27 +81,28 @@ def log_images(
         step: optimizer steps done.
     """
     for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            from PIL import Image
-
-            pixels = image[..., 0] if image.shape[-1] == 1 else image
-            logger.log_image(key, [Image.fromarray(np.ascontiguousarray(pixels))], step)
+        if isinstance(logger, WandbRun):
+            # Lightning counts the metrics of a step from 0.
+            logger.log_pixels(key, image, max(0, step - 1))
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(key, image, step, dataformats="HWC")
 
 
 @rank_zero_only
-def close_loggers(loggers: Iterable[Logger], success: bool = True) -> None:
+def close_loggers(
+    loggers: Iterable[Logger], success: bool = True, steps: int | None = None
+) -> None:
     """Finish what Lightning leaves open, so that a following run starts afresh.
 
     Args:
         loggers: as `build_loggers` returns them.
         success: whether the run ended well; wandb marks it as failed otherwise.
+        steps: optimizer steps done, if known; wandb gets no part of a step that was not.
     """
     for logger in loggers:
         logger.finalize("success" if success else "failed")
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish(exit_code=0 if success else 1)
+        if isinstance(logger, WandbRun):
+            logger.finish(success, steps)
 
 
 def wandb_logger(
@@ -106,7 +111,7 @@ def wandb_logger(
     resume_state: Mapping[str, Any],
     log_model: bool | str = False,
     **options: Any,
-) -> WandbLogger | None:
+) -> WandbRun | None:
     """A started wandb run: online where there is a login, else offline; never asks for anything.
 
     WANDB_MODE decides if it is set. A server that does not answer makes the run go on offline; if
@@ -115,34 +120,32 @@ def wandb_logger(
     Args:
         run_dir: the run folder; wandb writes below `wandb/` in it.
         config: recorded with the run.
-        resume_state: with `wandb_id`, the run to continue.
-        log_model: True uploads checkpoints at the end, "all" each when it is written.
+        resume_state: with `wandb_id`, the run to continue, and `step`, the first of its new rows.
+        log_model: True uploads `best` and `last` at the end, "all" each when it is written.
         options: arguments of `wandb.init`: project, entity, name, group, tags, notes…
 
     Returns:
         The logger, or None without wandb.
     """
     if not _is_first_process():
-        return WandbLogger(save_dir=run_dir, log_model=log_model)  # type: ignore[arg-type]
+        return WandbRun(None, run_dir)
     import wandb
 
-    def start(mode: str) -> WandbLogger:
+    def start(mode: str) -> WandbRun:
         settings = wandb.Settings(silent=mode != "online", reinit="finish_previous")
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             settings.init_timeout = _START_SECONDS
+        if "WANDB_FINISH_TIMEOUT" not in os.environ and hasattr(settings, "finish_timeout"):
+            settings.finish_timeout = _FINISH_SECONDS
         given = {"dir": run_dir, "mode": mode, "id": resume_state.get("wandb_id"), **options}
         # Started here, not by Lightning, which warns of settings that it makes itself.
         run = wandb.init(resume="allow", settings=settings, **given)
         run.config.update(dict(config), allow_val_change=True)
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-        return WandbLogger(
-            save_dir=run_dir,
-            project=options.get("project"),
-            log_model=log_model,  # type: ignore[arg-type]
-            experiment=run,
-        )
+        return WandbRun(run, run_dir, options.get("project"), log_model)
 
+    written = last_wandb_step(run_dir, str(resume_state.get("wandb_id")))
     mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
     why = "" if "WANDB_MODE" in os.environ else "no login found, so "
     for attempt in dict.fromkeys((mode, "offline")):
@@ -151,6 +154,9 @@ def wandb_logger(
         except Exception as error:  # Whatever is wrong there, it must not stop a training run.
             why = f"it could not start ({_first_line(error)}), so "
             continue
+        if written is not None:
+            # What wandb had not written yet when the run was killed.
+            logger.go_on(written, read_rows(run_dir / "metrics.csv", resume_state.get("step")))
         if attempt in ("offline", "dryrun"):
             folder = shlex.quote(str(Path(logger.experiment.dir).parent))
             print(f"wandb: {why}this run is kept offline; upload it later: wandb sync {folder}")

@@ -80,7 +80,7 @@ class MetricsFile(Logger):
 
     def _open(self) -> None:
         self._columns = ["step"]
-        rows = _read_rows(self.path, self._resume_step) if self._resume_step is not None else []
+        rows = read_rows(self.path, self._resume_step) if self._resume_step is not None else []
         for row in rows:
             self._columns += [key for key in row if key not in self._columns]
         self._write_all(rows)
@@ -98,7 +98,7 @@ class MetricsFile(Logger):
 
     def _rewrite(self, columns: list[str]) -> None:
         """Give the file more columns."""
-        rows = _read_rows(self.path)
+        rows = read_rows(self.path)
         if self._last:
             rows = rows[:-1]
         self._last = {}
@@ -120,7 +120,7 @@ def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _read_rows(path: Path, before_step: int | None = None) -> list[dict[str, str]]:
+def read_rows(path: Path, before_step: int | None = None) -> list[dict[str, str]]:
     """The rows of a metrics file whose step is below `before_step`; broken ones are left out."""
     try:
         with open(path, newline="", encoding="utf-8") as file:

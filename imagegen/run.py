@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
@@ -31,10 +32,12 @@ from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.errors import UserError
+from imagegen.launcher import further_processes
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.model import ImageTransformer, default_options
 from imagegen.model_options import model_options
 from imagegen.output import write_atomic
+from imagegen.processes import check_sharding
 from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
 from imagegen.survival import FirstCheckpoint, WholeSteps, requeue_job
@@ -95,13 +98,14 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         if cfg.resume == AUTO:
             cfg.resume = str(folder / LAST) if (folder / LAST).is_file() else None
         try:
-            return _train(cfg, folder, list(hydra.overrides.task))
+            multirun = hydra.mode == RunMode.MULTIRUN
+            return _train(cfg, folder, list(hydra.overrides.task), multirun)
         except Exception:
             _remove_if_unused(folder)
             raise
 
 
-def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any]:
+def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) -> dict[str, Any]:
     quiet_lightning()
     torch.set_float32_matmul_precision("high")
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
@@ -111,6 +115,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
 
     if config["logger"].get("group", "") is None:
         config["logger"]["group"] = sweep_group()
+    check_sharding(config["trainer"], config["callbacks"])
     dataset = build(config["dataset"], ImageDataset)
     described = model_options(config, dataset)
     resumed = _resume_state(cfg.resume, described, dataset)
@@ -140,21 +145,22 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     _write_summary(folder, summarize(trainer, folder, parameters, "running"))
     state = "failed"
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
+        with further_processes(trainer, overrides, folder, multirun):
+            trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
         state = "finished"
     except (KeyboardInterrupt, SystemExit):
         state = "interrupted"
         raise
     finally:
         summary = summarize(trainer, folder, parameters, state)
-        _close(trainer.loggers, state == "finished")
+        _close(trainer.loggers, state == "finished", trainer.global_step)
         _write_summary(folder, summary)
         if trainer.is_global_zero:
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
                 print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
             if interruptible.preempted:
                 requeue_job()
-    if resumed and resumed["step"] == trainer.global_step:
+    if trainer.is_global_zero and resumed and resumed["step"] == trainer.global_step:
         raise UserError(
             f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
             "train it further, for example trainer.max_epochs=40."
@@ -270,5 +276,5 @@ def _write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 @rank_zero_only
-def _close(loggers: list[Logger], finished: bool) -> None:
-    close_loggers(loggers, finished)
+def _close(loggers: list[Logger], finished: bool, steps: int) -> None:
+    close_loggers(loggers, finished, steps)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Timer
 
@@ -45,6 +46,7 @@ def training_progress(trainer: Trainer) -> Callable[[int], float]:
     It looks at the limits in steps or epochs and in time, and takes the one spent sooner.
     """
     limits = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    timed = any(timer.time_remaining() is not None for timer in limits)
     total = trainer.estimated_stepping_batches
 
     def progress(step: int) -> float:
@@ -55,6 +57,11 @@ def training_progress(trainer: Trainer) -> Callable[[int], float]:
             if left is not None:
                 elapsed = timer.time_elapsed()
                 spent.append(elapsed / max(1e-9, elapsed + left))
-        return min(1.0, max(spent))
+        share = min(1.0, max(spent))
+        if timed and trainer.world_size > 1:
+            # Clocks differ, and processes whose steps differ would drift apart.
+            own = torch.tensor(share, device=trainer.strategy.root_device)
+            share = float(trainer.strategy.reduce(own, reduce_op="mean"))
+        return share
 
     return progress

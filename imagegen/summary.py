@@ -58,6 +58,9 @@ def say_what(
         f"{attention}, {cfg.model.n_layers} layers x {cfg.model.d_model}, "
         f"{parameters / 1e6:.2f} M parameters; {trainer.accelerator.__class__.__name__}"
     )
+    if trainer.world_size > 1:
+        images = cfg.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+        print(f"{trainer.world_size} processes, {images} images a step")
     print(f"run folder: {shown(folder)}", flush=True)
 
 

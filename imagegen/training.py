@@ -57,7 +57,11 @@ class ImageModule(LightningModule):
             flipped = torch.rand(len(images), device=images.device) < 0.5
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(2), images)
         loss = self.model.bits_per_dim(images, batch.get("labels"), flipped).mean()
-        self.log("train/bits_per_dim", loss, prog_bar=True, batch_size=len(images))
+        # Each process has a share of the batch; one alone would report its own.
+        several = self.trainer.world_size > 1
+        self.log(
+            "train/bits_per_dim", loss, prog_bar=True, batch_size=len(images), sync_dist=several
+        )
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -255,8 +255,8 @@ class TestWandb:
         assert ("goes on without it" in err) == also_offline
 
 
-def read_wandb(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Configuration and history in the transaction log of an offline run."""
+def wandb_records(folder: Path) -> list[Any]:
+    """What the transaction log of an offline run holds."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("run-*.wandb")
@@ -266,9 +266,14 @@ def read_wandb(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if any(record.HasField("exit") for record in records):
             break
         time.sleep(0.1)
+    return records
+
+
+def read_wandb(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Configuration and history in the transaction log of an offline run."""
     config: dict[str, Any] = {}
     history = []
-    for record in records:
+    for record in wandb_records(folder):
         for updates in (record.run.config.update, record.config.update):
             config.update({item.key: json.loads(item.value_json) for item in updates if item.key})
         if record.HasField("history"):
