@@ -213,10 +213,10 @@ def _no_such_choice(group: str, choice: str, options: Sequence[str]) -> str:
 def _check_setting(override: Override, base: DictConfig, config_name: str) -> None:
     """Check that the option exists in `base` and that the value is of its type."""
     key = override.key_or_group
-    node = OmegaConf.select(base, key, throw_on_missing=False, default=_ABSENT)
     if override.is_add() or override.is_force_add():
         return
-    if node is _ABSENT and not _exists(base, key):
+    node = _default(base, key)
+    if node is _ABSENT:
         raise UserError(_no_such_option(override, base, config_name))
     if override.is_delete():
         return
@@ -259,10 +259,17 @@ def _is_section(node: object) -> TypeGuard[DictConfig]:
     return OmegaConf.is_dict(node)
 
 
-def _exists(config: DictConfig, key: str) -> bool:
+def _default(config: DictConfig, key: str) -> Any:
+    """The value that `key` has in the configuration; _ABSENT where there is no such option.
+
+    Interpolations stay as they are written, for some resolve only when the run begins.
+    """
     parent, _, leaf = key.rpartition(".")
-    node = OmegaConf.select(config, parent, throw_on_missing=False) if parent else config
-    return _is_section(node) and leaf in node._content  # type: ignore[operator]
+    section = OmegaConf.select(config, parent, throw_on_missing=False) if parent else config
+    if not _is_section(section) or leaf not in section._content:  # type: ignore[operator]
+        return _ABSENT
+    node = section._get_node(leaf)
+    return node if _is_section(node) and node._content is not None else node._value()
 
 
 def _flatten(config: DictConfig, skip_hydra: bool) -> list[str]:

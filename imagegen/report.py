@@ -88,7 +88,12 @@ def _config_sentence(error: BaseException) -> str | None:
     if isinstance(error, InstantiationException):
         cause = error.__cause__
         section = str(error).rpartition("full_key: ")[2].strip() if "full_key" in str(error) else ""
+        refused = f"{section or 'the configuration'} is refused"
         if isinstance(cause, (TypeError, ValueError)):
-            return f"{section or 'the configuration'} is refused: {plain(cause)} ({_HINT})."
+            return f"{refused}: {plain(cause)} ({_HINT})."
+        text = plain(error)
+        # Hydra's own refusals, of what a _target_ names.
+        if cause is None or text.startswith("Error locating target"):
+            return f"{refused}: {text.partition(', set env var')[0]}."
         return None
     return f"{plain(error)}." if isinstance(error, HydraException) else None
