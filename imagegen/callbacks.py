@@ -19,6 +19,7 @@ from imagegen.durations import format_seconds
 from imagegen.generate import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
+from imagegen.options import MAX_SEED, share, whole_number
 from imagegen.training import ImageModule
 
 
@@ -35,6 +36,9 @@ class Grids(Callback):
         visible: share of the rows that a completion keeps.
         every: draw after every this many validations.
         seed: of the drawing, so that grids of one run show the same random numbers.
+
+    Raises:
+        UserError: for numbers out of their range.
     """
 
     def __init__(
@@ -48,12 +52,12 @@ class Grids(Callback):
         seed: int = 0,
     ) -> None:
         self.folder = Path(folder)
-        self.n_samples = n_samples
-        self.n_completed = n_completed
-        self.completions = completions
-        self.visible = visible
-        self.every = max(1, every)
-        self.seed = seed
+        self.n_samples = whole_number(n_samples, "callbacks.grids.n_samples", 0)
+        self.n_completed = whole_number(n_completed, "callbacks.grids.n_completed", 0)
+        self.completions = whole_number(completions, "callbacks.grids.completions", 1)
+        self.visible = share(visible, "callbacks.grids.visible")
+        self.every = max(1, whole_number(every, "callbacks.grids.every", 0))
+        self.seed = whole_number(seed, "callbacks.grids.seed", 0, MAX_SEED)
         self._validations = 0
 
     def state_dict(self) -> dict[str, Any]:

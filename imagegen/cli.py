@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import signal
 import sys
@@ -103,6 +104,9 @@ def _run(
 ) -> int:
     debug = debugging()
     reported: list[BaseException] = []
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What this terminal cannot show is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
         # A polite kill ends like Ctrl-C: what is half done is cleaned up.
         signal.signal(signal.SIGTERM, _interrupt)
@@ -167,6 +171,12 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
     """Check the command line; returns whether it asks for several runs."""
     from hydra._internal.utils import get_args_parser
 
+    for text in sys.argv[1:]:
+        if text != text.encode(errors="replace").decode():
+            raise UserError(
+                f"{text.encode(errors='backslashreplace').decode()!r} is not valid UTF-8; rename "
+                "the file or folder that it names."
+            )
     # Hydra offers no public way to see its flags before it acts on them.
     args, unknown = get_args_parser().parse_known_args()
     if unknown:

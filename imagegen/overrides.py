@@ -57,6 +57,8 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
         options = loader.get_group_options(override.key_or_group)
         if options and not isinstance(_value(override), dict):
             choices.append(_group_choices(override, options))
+            if override.is_delete():
+                _refuse_without(override.key_or_group, config_name, options)
         else:
             settings.append(override)
 
@@ -196,10 +198,18 @@ def _group_choices(override: Override, options: Sequence[str]) -> list[str]:
     swept = override.is_sweep_override() and override.is_discrete_sweep()
     values = list(override.sweep_iterator()) if swept else [override.value()]
     for value in values:
-        for choice in value if isinstance(value, list) else [value]:
-            if choice is not None and str(choice) not in options:
-                raise UserError(_no_such_choice(group, str(choice), options))
+        for choice in value if isinstance(value, list) and value else [value]:
+            if choice is None or str(choice) not in options:
+                name = "null" if choice is None else str(choice)
+                raise UserError(_no_such_choice(group, name, options))
     return [f"{override.get_key_element()}={value}" for value in values] if swept else [text]
+
+
+def _refuse_without(group: str, config_name: str, options: Sequence[str]) -> None:
+    """Refuse to leave out a group that something is chosen of by default."""
+    default = _compose(config_name, []).hydra.runtime.choices.get(group)
+    if default is not None and not group.startswith("hydra/"):
+        raise UserError(f"{group} cannot be left out; choose one of {', '.join(sorted(options))}.")
 
 
 def _no_such_choice(group: str, choice: str, options: Sequence[str]) -> str:

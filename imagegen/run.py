@@ -8,7 +8,7 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from imagegen.output import write_atomic
 from imagegen.resume import claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
 from imagegen.sweeps import sweep_group
-from imagegen.training import ImageModule, OptimizerFactory
+from imagegen.training import ImageModule, OptimizerFactory, Schedule
 
 MAX_SEED = 2**32 - 1
 
@@ -115,14 +115,15 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str]) -> dict[str, Any
     kept = [text for text in overrides if not text.startswith("resume=")]
     metadata = make_metadata(dataset.spec, described, _placed(config["dataset"]), config, kept)
     model = ImageTransformer(dataset.spec, **described)
-    module = ImageModule(model, optimizer_factory(cfg, model), instantiate(cfg.scheduler))
+    schedule: Schedule = made(cfg.scheduler, "scheduler", Schedule)
+    module = ImageModule(model, optimizer_factory(cfg, model), schedule)
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
+    own = [ExactSteps(cfg.seed), Interruptible(), BadNumbers(cfg.on_nan, folder)]
+    trainer = _trainer(cfg, [Metadata(metadata, dataset), *own])
     # Before anything is written, so that data that cannot be had leave no run behind.
     data.prepare_data()
     data.split("train")
 
-    own = [ExactSteps(cfg.seed), Interruptible(), BadNumbers(cfg.on_nan, folder)]
-    trainer = _trainer(cfg, [Metadata(metadata, dataset), *own])
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -172,12 +173,34 @@ def _remove_if_unused(folder: Path) -> None:
 
 def optimizer_factory(cfg: DictConfig, model: ImageTransformer) -> OptimizerFactory:
     """The optimizer's factory, tried once, so that bad settings are refused before a run begins."""
-    factory: OptimizerFactory = instantiate(cfg.optimizer)
+    factory: OptimizerFactory = made(cfg.optimizer, "optimizer", Callable)
     try:
-        factory(model.parameters())
-    except (TypeError, ValueError) as error:
+        optimizer = factory(model.parameters())
+    # Settings of all kinds meet foreign code here.
+    except Exception as error:
         raise UserError(f"the optimizer refuses its settings: {error}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer._target_={cfg.optimizer.get('_target_')} is no optimizer of PyTorch; "
+            "choose one, such as torch.optim.AdamW."
+        )
     return factory
+
+
+def made(node: Any, section: str, kind: Any) -> Any:
+    """What a section of the configuration describes by its `_target_`.
+
+    Raises:
+        UserError: where that is something else than a `kind`.
+    """
+    found = instantiate(node)
+    if not isinstance(found, kind):
+        target = node.get("_target_") if isinstance(node, Mapping) else node
+        raise UserError(
+            f"{section}._target_={target} gives a {type(found).__name__}, but {section} must be a "
+            f"{kind.__name__}."
+        )
+    return found
 
 
 def _placed(dataset: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +237,9 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback]) -> Trainer:
     # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))
     callbacks.extend(
-        instantiate(node) for node in cfg.callbacks.values() if node and node.get("_target_")
+        made(node, f"callbacks.{name}", Callback)
+        for name, node in cfg.callbacks.items()
+        if node and node.get("_target_")
     )
     progress = sys.stderr.isatty()
     if progress:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from pytorch_lightning import Trainer
 
 import sample
@@ -20,7 +25,19 @@ import train
 from imagegen import cli, sampling
 from imagegen.data.convert import read_image
 from imagegen.errors import UserError
-from tests.fuzz import VALUES, Outcome, Picture, check, entries, leaves, pictures, run_command
+from imagegen.report import report
+from tests.fuzz import (
+    SECONDS,
+    VALUES,
+    Outcome,
+    Picture,
+    as_users_run_it,
+    check,
+    entries,
+    leaves,
+    pictures,
+    run_command,
+)
 from tests.helpers import read, save_colour_checkpoint, save_tiny_checkpoint, write_image
 
 MEMORY = 6 << 30
@@ -40,10 +57,12 @@ CHOICES = [
     ["attention=ssd"],
     ["model=paper", "head=categorical", "scheduler=constant", "optimizer=radam"],
     ["callbacks=debug", "attention=retention"],
-    ["dataset=image_folder", "dataset.root=photos", "dataset.size=4", "dataset.cache=cache"],
+    ["dataset=image_folder", "dataset.root=photos", "dataset.size=4", "dataset.cache=../cache"],
     ["dataset=mnist", "dataset.root=nowhere", "dataset.download=false"],
 ]
 """What the options of a training command depend on."""
+
+GROUPS = ["attention", "head", "model", "optimizer", "scheduler", "logger", "callbacks", "sweep"]
 
 UNTOUCHED = {
     # Would reach for the network, or for other processes.
@@ -119,9 +138,12 @@ def settings_of(names: dict[int, list[str]]) -> st.SearchStrategy[tuple[int, lis
 def fuzz_training(project: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     _one_step(monkeypatch)
     names = {
-        index: [name for name in leaves("train", [*SMALL, *choice]) if name not in UNTOUCHED]
+        index: GROUPS
+        + [name for name in leaves("train", [*SMALL, *choice]) if name not in UNTOUCHED]
         for index, choice in enumerate(CHOICES)
     }
+    # What the first run imports takes longer than a run may.
+    assert refused_whole(project, train.main, [*SMALL, "hydra.run.dir=run"], 300).status == 0
 
     @tried(examples)
     @given(settings_of(names))
@@ -150,6 +172,43 @@ def fuzz_drawing(project: Path, examples: int) -> None:
     once()
 
 
+def fuzz_values(folder: Path, examples: int) -> None:
+    """As `fuzz_drawing`, from where the command line has become a configuration."""
+    ckpt = save_tiny_checkpoint(folder / "labels.ckpt", n_classes=10)
+    config = OmegaConf.to_container(cli.compose("sample", [f"ckpt={ckpt}", "out=drawn", "n=1"]))
+    parser = OverridesParser.create()
+    values = VALUES.map(lambda text: _parsed(parser, text))
+    names = sorted(set(config) - {"ckpt", "dataset"})
+
+    @tried(examples)
+    @given(
+        st.sampled_from(["sample", "complete"]),
+        st.lists(st.tuples(st.sampled_from(names), values), min_size=1, max_size=3).map(dict),
+    )
+    def once(task: str, typed: dict[str, Any]) -> None:
+        def entry() -> None:
+            try:
+                sampling.run({**config, "task": task, **typed})
+            except KeyboardInterrupt:
+                sys.exit(130)
+            except Exception as error:
+                report(error)
+                sys.exit(1)
+
+        refused_whole(folder, entry, [f"{name}={value!r}" for name, value in typed.items()])
+
+    once()
+
+
+def _parsed(parser: OverridesParser, text: str) -> Any:
+    """What Hydra makes of a value; text where it would refuse it."""
+    try:
+        override = parser.parse_override(f"x={text}")
+        return text if override.is_sweep_override() else override.value()
+    except HydraException:
+        return text
+
+
 def fuzz_pictures(folder: Path, examples: int) -> None:
     """Completions of whatever is named as an image, and grey and colour readings of it."""
     ckpt = save_colour_checkpoint(folder / "colour")
@@ -168,7 +227,7 @@ def fuzz_pictures(folder: Path, examples: int) -> None:
         config.images = str(file if named else place)
         refusal = None
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()), as_users_run_it():
                 sampling.run(config)
         except UserError as error:
             refusal = str(error)
@@ -188,20 +247,24 @@ def fuzz_pictures(folder: Path, examples: int) -> None:
     once()
 
 
-def refused_whole(project: Path, entry: Callable[[], Any], argv: list[str]) -> Outcome:
+def refused_whole(
+    project: Path, entry: Callable[[], Any], argv: list[str], seconds: float = SECONDS
+) -> Outcome:
     """Run a command, check how it ended and what it left, and remove that."""
     before = entries(project)
-    outcome = run_command(entry, argv)
-    refused = check(outcome, argv)
+    outcome = run_command(entry, argv, seconds)
     left = entries(project) - before
+    summary = project / "run" / "summary.json"
+    # A training that had begun says so, and how it ended.
+    state = json.loads(summary.read_text())["state"] if summary.exists() else None
     for name in sorted(left, reverse=True):
         path = project / name
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-    if refused:
-        assert not left, f"{argv} leaves {sorted(left)[:5]}\n{outcome.err}"
-    else:
-        assert not any(".partial" in name for name in left), argv
-    assert entries(project) == before
+    assert entries(project) == before, argv
+    assert not any(".partial" in name for name in left), argv
+    if check(outcome, argv):
+        assert state in (None, "failed"), argv
+        assert not left or state, f"{argv} leaves {sorted(left)[:5]}\n{outcome.err}"
     return outcome
 
 
@@ -221,6 +284,15 @@ def test_many_training_options(project: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_many_drawing_options(project: Path) -> None:
     fuzz_drawing(project, 600)
+
+
+def test_drawing_values(project: Path) -> None:
+    fuzz_values(project, 100)
+
+
+@pytest.mark.slow
+def test_many_drawing_values(project: Path) -> None:
+    fuzz_values(project, 1000)
 
 
 def test_pictures(project: Path) -> None:
