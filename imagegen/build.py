@@ -121,8 +121,9 @@ def _words(kind: Any, several: bool = False) -> str:
 def _is(value: object, kind: Any) -> bool:
     if get_origin(kind) is Sequence:
         (inside,) = get_args(kind)
-        plain = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        return plain and all(_is(item, inside) for item in value)
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            return False
+        return all(_is(item, inside) for item in value)
     if get_origin(kind) is Mapping:
         return isinstance(value, Mapping)
     if kind in (int, float):

@@ -164,7 +164,13 @@ def _run_hydra(
     # Hydra would print its errors and exit; with this set it raises them.
     with _environment("HYDRA_FULL_ERROR", "1"):
         run = hydra.main(str(_conf()), config_name=config_name, version_base=VERSION_BASE)
-        run(task)()
+        try:
+            run(task)()
+        except ValueError as error:
+            if debug or error in reported:
+                raise
+            # `task` lets none through, so flags that do not go together have met Hydra.
+            raise UserError(f"{' '.join(str(error).split())}.") from error
 
 
 def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] | None) -> bool:
@@ -178,7 +184,9 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
                 "the file or folder that it names."
             )
     # Hydra offers no public way to see its flags before it acts on them.
-    args, unknown = get_args_parser().parse_known_args()
+    parser = get_args_parser()
+    parser.error = _refuse_flags  # type: ignore[assignment, method-assign]
+    args, unknown = parser.parse_known_args()
     if unknown:
         raise UserError(
             f"{unknown[0]!r} is not understood; options are typed key=value, together in one "
@@ -205,6 +213,10 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
                 if check is not None:
                     check(configs[0], folder)
     return multirun
+
+
+def _refuse_flags(message: str) -> None:
+    raise UserError(f"{message}; --hydra-help lists the flags.")
 
 
 @contextlib.contextmanager

@@ -142,7 +142,8 @@ def _known_names(config_name: str) -> list[str]:
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     try:
         return compose(config_name, overrides=list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    # Hydra refuses some overrides with nothing but a ValueError.
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         text = plain(error)
         unused = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", text)
         if unused:
@@ -278,7 +279,7 @@ def _default(config: DictConfig, key: str) -> Any:
     section = OmegaConf.select(config, parent, throw_on_missing=False) if parent else config
     if not _is_section(section) or leaf not in section._content:  # type: ignore[operator]
         return _ABSENT
-    node = section._get_node(leaf)
+    node: Any = section._get_node(leaf)
     return node if _is_section(node) and node._content is not None else node._value()
 
 

@@ -28,6 +28,7 @@ from imagegen.errors import UserError
 from imagegen.report import report
 from tests.fuzz import (
     SECONDS,
+    TEXT,
     VALUES,
     Outcome,
     Picture,
@@ -41,6 +42,7 @@ from tests.fuzz import (
 from tests.helpers import read, save_colour_checkpoint, save_tiny_checkpoint, write_image
 
 MEMORY = 6 << 30
+QUICK = 150  # examples of a quick test, at most
 SMALL = [
     *("model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=16"),
     *("trainer=cpu", "logger=none", "trainer.max_steps=1", "trainer.limit_val_batches=1"),
@@ -94,7 +96,7 @@ pytestmark = pytest.mark.skipif(
 
 def tried(examples: int) -> Callable[[Any], Any]:
     """How many examples are tried: always the same few, or many new ones."""
-    quick = examples < 200
+    quick = examples <= QUICK
     return settings(
         max_examples=examples,
         deadline=None,
@@ -106,6 +108,7 @@ def tried(examples: int) -> Callable[[Any], Any]:
     )
 
 
+@pytest.fixture(autouse=True)
 def _one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training is one step, whatever its limits are, and never several processes."""
     fit = Trainer.fit
@@ -135,8 +138,8 @@ def settings_of(names: dict[int, list[str]]) -> st.SearchStrategy[tuple[int, lis
     )
 
 
-def fuzz_training(project: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
-    _one_step(monkeypatch)
+def fuzz_training(project: Path, examples: int) -> None:
+    """Options of train.py, in runs of one step."""
     names = {
         index: GROUPS
         + [name for name in leaves("train", [*SMALL, *choice]) if name not in UNTOUCHED]
@@ -155,6 +158,7 @@ def fuzz_training(project: Path, monkeypatch: pytest.MonkeyPatch, examples: int)
 
 
 def fuzz_drawing(project: Path, examples: int) -> None:
+    """Options of sample.py, of all kinds of models and both tasks."""
     checkpoints = [
         save_tiny_checkpoint(project / "grey.ckpt"),
         save_tiny_checkpoint(project / "labels.ckpt", n_classes=10),
@@ -168,6 +172,31 @@ def fuzz_drawing(project: Path, examples: int) -> None:
         index, typed = chosen
         task = [f"ckpt={checkpoints[index // 2]}", ["n=1", "task=complete"][index % 2]]
         refused_whole(project, sample.main, [*task, "out=drawn", *typed])
+
+    once()
+
+
+def fuzz_arguments(project: Path, examples: int) -> None:
+    """Command lines with typing mistakes anywhere, and flags; what is right does nothing."""
+    right = [
+        *("dataset=mnist", "model.n_layers=3", "optimizer.lr=0.1", "attention=gla", "seed=3"),
+        *("+trainer.fast_dev_run=true", "~optimizer.fused", "++model.d_ff=8", "head=categorical"),
+        *("model.embedding.neighbours=[[0,-1]]", "trainer.max_time='00:00:01:00'", "-m", "--help"),
+        *("--cfg=job", "--multirun", "--info", "--package=x", "--resolve", "--run", "-c", "all"),
+    ]
+    mistyped = st.tuples(
+        st.sampled_from(right), st.integers(0, 40), st.integers(0, 2), TEXT.map(lambda t: t[:2])
+    ).map(lambda typo: f"{typo[0][: typo[1]]}{typo[3]}{typo[0][typo[1] + typo[2] :]}")
+    set_so = st.tuples(st.sampled_from(right), VALUES).map(
+        lambda pair: f"{pair[0].partition('=')[0]}={pair[1]}"
+    )
+    typed = st.lists(st.one_of(mistyped, mistyped, set_so, TEXT), min_size=1, max_size=3)
+    entry = cli.hydra_entry("train")(lambda config: None)
+
+    @tried(examples)
+    @given(typed)
+    def once(argv: list[str]) -> None:
+        refused_whole(project, entry, ["hydra.run.dir=run", "hydra.sweep.dir=run", *argv])
 
     once()
 
@@ -268,37 +297,24 @@ def refused_whole(
     return outcome
 
 
-def test_training_options(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fuzz_training(project, monkeypatch, 30)
+# Name, and the number of examples of the quick test and of the long one.
+KINDS = {
+    "training": (fuzz_training, 8, 200),
+    "drawing": (fuzz_drawing, 8, 200),
+    "arguments": (fuzz_arguments, 10, 200),
+    "values": (fuzz_values, 120, 1000),
+    "pictures": (fuzz_pictures, QUICK, 1000),
+}
 
 
-def test_drawing_options(project: Path) -> None:
-    fuzz_drawing(project, 60)
-
-
-@pytest.mark.slow
-def test_many_training_options(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fuzz_training(project, monkeypatch, 600)
-
-
-@pytest.mark.slow
-def test_many_drawing_options(project: Path) -> None:
-    fuzz_drawing(project, 600)
-
-
-def test_drawing_values(project: Path) -> None:
-    fuzz_values(project, 100)
+@pytest.mark.parametrize("kind", KINDS)
+def test_mistakes(project: Path, kind: str) -> None:
+    fuzz, few, _ = KINDS[kind]
+    fuzz(project, few)
 
 
 @pytest.mark.slow
-def test_many_drawing_values(project: Path) -> None:
-    fuzz_values(project, 1000)
-
-
-def test_pictures(project: Path) -> None:
-    fuzz_pictures(project, 150)
-
-
-@pytest.mark.slow
-def test_many_pictures(project: Path) -> None:
-    fuzz_pictures(project, 3000)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_mistakes(project: Path, kind: str) -> None:
+    fuzz, _, many = KINDS[kind]
+    fuzz(project, many)

@@ -19,7 +19,7 @@ from imagegen.data.image_cache import build_cache, open_cache
 from imagegen.errors import UserError
 from imagegen.spec import ImageSpec
 
-_CACHE_VERSION = 1  # raise it when conversion changes, so that old caches are not used
+_CACHE_VERSION = 2  # raise it when conversion changes, so that old caches are not used
 
 
 class ImageFolder(ImageDataset):
