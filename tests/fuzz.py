@@ -122,7 +122,8 @@ def run_command(entry: Callable[[], Any], argv: Sequence[str], seconds: float = 
         warnings.simplefilter("ignore")
         stack.enter_context(as_users_run_it())
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # Again and again, for an interrupt within the garbage collector is lost.
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         try:
             entry()
         except SystemExit as stop:

@@ -89,9 +89,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/statm").exists(), reason="memory is limited and read as Linux does"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not Path("/proc/self/statm").exists(), reason="memory is limited and read as Linux does"
+    ),
+    # An interrupt may fall into a callback of the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def tried(examples: int) -> Callable[[Any], Any]:
