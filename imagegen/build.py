@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -14,12 +14,12 @@ from imagegen.errors import UserError
 
 T = TypeVar("T")
 
-_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a word",
-    NoneType: "null",
+_WORDS: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "switches"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a word", "words"),
+    NoneType: ("null", "nulls"),
 }
 _TARGET = re.compile(r"imagegen(\.[a-z_][a-z0-9_]*)+\.[A-Z][A-Za-z0-9]*")
 
@@ -68,21 +68,64 @@ def build(config: Mapping[str, Any], base: type[T], **kwargs: Any) -> T:
         raise UserError(
             f"{cls.__name__} {problem}; its options are {', '.join(offered) or 'none'}."
         )
-    for name, value in given.items():
-        kinds = _kinds(known[name].hint) if name in known else ()
-        if kinds and not any(_is(value, kind) for kind in kinds):
-            wanted = " or ".join(_WORDS[kind] for kind in kinds)
-            raise UserError(f"{cls.__name__} takes {name} as {wanted}, not {value!r}.")
+    _check_kinds(cls.__name__, given, {name: option.hint for name, option in known.items()})
     return cls(**given)
+
+
+def check_options(what: str, function: Any, given: Mapping[str, Any]) -> None:
+    """Check that values are of the kinds that a function's annotations name.
+
+    Annotations of other things than numbers, switches, words, sections and lists of them say
+    nothing here.
+
+    Args:
+        what: the function in a user's words.
+        function: its annotations count.
+        given: values by the names of its arguments.
+
+    Raises:
+        UserError: for the first value of another kind.
+    """
+    _check_kinds(what, given, get_type_hints(function))
+
+
+def _check_kinds(what: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        kinds = _kinds(hints.get(name))
+        if kinds and not any(_is(value, kind) for kind in kinds):
+            wanted = " or ".join(_words(kind) for kind in kinds)
+            raise UserError(f"{what} takes {name} as {wanted}, not {value!r}.")
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """The kinds of value that an annotation admits, if it is made of plain ones only."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return kinds if all(kind in _WORDS for kind in kinds) else ()
+    return kinds if all(map(_is_plain, kinds)) else ()
+
+
+def _is_plain(kind: Any) -> bool:
+    if get_origin(kind) is Sequence:
+        return all(map(_is_plain, get_args(kind)))
+    return kind in _WORDS or get_origin(kind) is Mapping
+
+
+def _words(kind: Any, several: bool = False) -> str:
+    if get_origin(kind) is Sequence:
+        inside = _words(get_args(kind)[0], several=True)
+        return f"lists of {inside}" if several else f"a list of {inside}"
+    if get_origin(kind) is Mapping:
+        return "sections" if several else "a section of options"
+    return _WORDS[kind][several]
 
 
 def _is(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Sequence:
+        (inside,) = get_args(kind)
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            return False
+        return all(_is(item, inside) for item in value)
+    if get_origin(kind) is Mapping:
+        return isinstance(value, Mapping)
     if kind in (int, float):
         number = Integral if kind is int else Real
         return isinstance(value, number) and not isinstance(value, bool)

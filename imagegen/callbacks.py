@@ -21,6 +21,7 @@ from imagegen.durations import format_seconds
 from imagegen.generate import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
+from imagegen.options import MAX_SEED, share, whole_number
 from imagegen.processes import Diverged, Interrupted
 from imagegen.training import ImageModule
 
@@ -38,6 +39,9 @@ class Grids(Callback):
         visible: share of the rows that a completion keeps.
         every: draw after every this many validations.
         seed: of the drawing, so that grids of one run show the same random numbers.
+
+    Raises:
+        UserError: for numbers out of their range.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class Grids(Callback):
         seed: int = 0,
     ) -> None:
         self.folder = Path(folder)
-        self.n_samples = n_samples
-        self.n_completed = n_completed
-        self.completions = completions
-        self.visible = visible
-        self.every = max(1, every)
-        self.seed = seed
+        self.n_samples = whole_number(n_samples, "callbacks.grids.n_samples", 0)
+        self.n_completed = whole_number(n_completed, "callbacks.grids.n_completed", 0)
+        self.completions = whole_number(completions, "callbacks.grids.completions", 1)
+        self.visible = share(visible, "callbacks.grids.visible")
+        self.every = max(1, whole_number(every, "callbacks.grids.every", 0))
+        self.seed = whole_number(seed, "callbacks.grids.seed", 0, MAX_SEED)
         self._validations = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,28 +285,3 @@ class StopWhole(Callback):
         """Ask for the end once the steps are spent."""
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True
-
-
-class KeepUnvalidated(Callback):
-    """Saves what is kept after each validation where there is none: when the run stops, and after
-    each epoch.
-    """
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Save if this was the last step."""
-        if trainer.should_stop:
-            self._save(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a whole epoch; one that was stopped has been saved as such."""
-        if not trainer.should_stop:
-            self._save(trainer)
-
-    @staticmethod
-    def _save(trainer: Trainer) -> None:
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.monitor is None:
-                folder, name = Path(str(callback.dirpath)), str(callback.filename)
-                trainer.save_checkpoint(folder / f"{name}.ckpt")

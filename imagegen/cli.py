@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import signal
 import sys
@@ -103,6 +104,9 @@ def _run(
 ) -> int:
     debug = debugging()
     reported: list[BaseException] = []
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What this terminal cannot show is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
         # A polite kill ends like Ctrl-C: what is half done is cleaned up.
         signal.signal(signal.SIGTERM, _interrupt)
@@ -160,15 +164,29 @@ def _run_hydra(
     # Hydra would print its errors and exit; with this set it raises them.
     with _environment("HYDRA_FULL_ERROR", "1"):
         run = hydra.main(str(_conf()), config_name=config_name, version_base=VERSION_BASE)
-        run(task)()
+        try:
+            run(task)()
+        except ValueError as error:
+            if debug or error in reported:
+                raise
+            # `task` lets none through, so flags that do not go together have met Hydra.
+            raise UserError(f"{' '.join(str(error).split())}.") from error
 
 
 def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] | None) -> bool:
     """Check the command line; returns whether it asks for several runs."""
     from hydra._internal.utils import get_args_parser
 
+    for text in sys.argv[1:]:
+        if text != text.encode(errors="replace").decode():
+            raise UserError(
+                f"{text.encode(errors='backslashreplace').decode()!r} is not valid UTF-8; rename "
+                "the file or folder that it names."
+            )
     # Hydra offers no public way to see its flags before it acts on them.
-    args, unknown = get_args_parser().parse_known_args()
+    parser = get_args_parser()
+    parser.error = _refuse_flags  # type: ignore[assignment, method-assign]
+    args, unknown = parser.parse_known_args()
     if unknown:
         raise UserError(
             f"{unknown[0]!r} is not understood; options are typed key=value, together in one "
@@ -195,6 +213,10 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
                 if check is not None:
                     check(configs[0], folder)
     return multirun
+
+
+def _refuse_flags(message: str) -> None:
+    raise UserError(f"{message}; --hydra-help lists the flags.")
 
 
 @contextlib.contextmanager

@@ -267,11 +267,15 @@ def _files_in(paths: Sequence[Path]) -> list[Path]:
 
 
 def _walk(root: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
     found = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))]
         found += [Path(folder) / name for name in names if not name.startswith(".")]
-    return sorted(path for path in found if path.suffix.lower() in SUFFIXES)
+    # A pipe of that name would be waited for.
+    return sorted(p for p in found if p.suffix.lower() in SUFFIXES and not p.is_fifo())
 
 
 def _read(path: Path, resize: bool, spec: ImageSpec) -> UInt8[np.ndarray, "h w c"]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from imagegen.build import check_options
 from imagegen.data.base import ImageDataset
 from imagegen.errors import UserError
+from imagegen.model import ImageTransformer
 
 
 def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str, Any]:
@@ -18,10 +20,13 @@ def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str,
         dataset: gives the number of classes to `model.conditional=true`, and is prepared for that.
 
     Raises:
-        UserError: for a conditional model of data without labels.
+        UserError: for a conditional model of data without labels, and values of a wrong kind.
     """
     model = {**config["model"], "attention": config["attention"], "head": config["head"]}
-    if model.pop("conditional"):
+    conditional = model.pop("conditional")
+    if not isinstance(conditional, bool):
+        raise UserError(f"model.conditional={conditional}, but it must be true or false.")
+    if conditional:
         # The names of an image folder's classes are known once it is prepared.
         dataset.prepare()
         if dataset.class_names is None:
@@ -30,4 +35,5 @@ def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str,
                 "an image folder with a sub-folder for each class, or leave it false."
             )
         model["n_classes"] = len(dataset.class_names)
+    check_options("model", ImageTransformer.__init__, model)
     return model

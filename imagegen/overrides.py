@@ -57,6 +57,8 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
         options = loader.get_group_options(override.key_or_group)
         if options and not isinstance(_value(override), dict):
             choices.append(_group_choices(override, options))
+            if override.is_delete():
+                _refuse_without(override.key_or_group, config_name, options)
         else:
             settings.append(override)
 
@@ -140,7 +142,8 @@ def _known_names(config_name: str) -> list[str]:
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     try:
         return compose(config_name, overrides=list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    # Hydra refuses some overrides with nothing but a ValueError.
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         text = plain(error)
         unused = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", text)
         if unused:
@@ -196,10 +199,18 @@ def _group_choices(override: Override, options: Sequence[str]) -> list[str]:
     swept = override.is_sweep_override() and override.is_discrete_sweep()
     values = list(override.sweep_iterator()) if swept else [override.value()]
     for value in values:
-        for choice in value if isinstance(value, list) else [value]:
-            if choice is not None and str(choice) not in options:
-                raise UserError(_no_such_choice(group, str(choice), options))
+        for choice in value if isinstance(value, list) and value else [value]:
+            if choice is None or str(choice) not in options:
+                name = "null" if choice is None else str(choice)
+                raise UserError(_no_such_choice(group, name, options))
     return [f"{override.get_key_element()}={value}" for value in values] if swept else [text]
+
+
+def _refuse_without(group: str, config_name: str, options: Sequence[str]) -> None:
+    """Refuse to leave out a group that something is chosen of by default."""
+    default = _compose(config_name, []).hydra.runtime.choices.get(group)
+    if default is not None and not group.startswith("hydra/"):
+        raise UserError(f"{group} cannot be left out; choose one of {', '.join(sorted(options))}.")
 
 
 def _no_such_choice(group: str, choice: str, options: Sequence[str]) -> str:
@@ -213,10 +224,10 @@ def _no_such_choice(group: str, choice: str, options: Sequence[str]) -> str:
 def _check_setting(override: Override, base: DictConfig, config_name: str) -> None:
     """Check that the option exists in `base` and that the value is of its type."""
     key = override.key_or_group
-    node = OmegaConf.select(base, key, throw_on_missing=False, default=_ABSENT)
     if override.is_add() or override.is_force_add():
         return
-    if node is _ABSENT and not _exists(base, key):
+    node = _default(base, key)
+    if node is _ABSENT:
         raise UserError(_no_such_option(override, base, config_name))
     if override.is_delete():
         return
@@ -259,10 +270,17 @@ def _is_section(node: object) -> TypeGuard[DictConfig]:
     return OmegaConf.is_dict(node)
 
 
-def _exists(config: DictConfig, key: str) -> bool:
+def _default(config: DictConfig, key: str) -> Any:
+    """The value that `key` has in the configuration; _ABSENT where there is no such option.
+
+    Interpolations stay as they are written, for some resolve only when the run begins.
+    """
     parent, _, leaf = key.rpartition(".")
-    node = OmegaConf.select(config, parent, throw_on_missing=False) if parent else config
-    return _is_section(node) and leaf in node._content  # type: ignore[operator]
+    section = OmegaConf.select(config, parent, throw_on_missing=False) if parent else config
+    if not _is_section(section) or leaf not in section._content:  # type: ignore[operator]
+        return _ABSENT
+    node: Any = section._get_node(leaf)
+    return node if _is_section(node) and node._content is not None else node._value()
 
 
 def _flatten(config: DictConfig, skip_hydra: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -88,7 +89,15 @@ def _config_sentence(error: BaseException) -> str | None:
     if isinstance(error, InstantiationException):
         cause = error.__cause__
         section = str(error).rpartition("full_key: ")[2].strip() if "full_key" in str(error) else ""
-        if isinstance(cause, (TypeError, ValueError)):
-            return f"{section or 'the configuration'} is refused: {plain(cause)} ({_HINT})."
+        refused = f"{section or 'the configuration'} is refused"
+        text = plain(error)
+        # What foreign code makes of an option that it does not expect may be any error.
+        foreign = re.search(r"call to target '(?!imagegen\.)", str(error)) is not None
+        if isinstance(cause, (TypeError, ValueError)) or (cause is not None and foreign):
+            if not text.startswith("Error locating target"):
+                return f"{refused}: {plain(cause) or type(cause).__name__} ({_HINT})."
+        # Hydra's own refusals, of what a _target_ names.
+        if cause is None or text.startswith("Error locating target"):
+            return f"{refused}: {text.partition(', set env var')[0]}."
         return None
     return f"{plain(error)}." if isinstance(error, HydraException) else None

@@ -8,7 +8,7 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
 from imagegen.build import build
-from imagegen.callbacks import ExactSteps, Interruptible, KeepUnvalidated
+from imagegen.callbacks import ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
@@ -40,9 +40,9 @@ from imagegen.output import write_atomic
 from imagegen.processes import check_sharding
 from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
-from imagegen.survival import FirstCheckpoint, WholeSteps, requeue_job
+from imagegen.survival import FirstCheckpoint, KeepUnvalidated, WholeSteps, requeue_job
 from imagegen.sweeps import sweep_group
-from imagegen.training import ImageModule, OptimizerFactory
+from imagegen.training import ImageModule, OptimizerFactory, Schedule
 
 MAX_SEED = 2**32 - 1
 
@@ -123,12 +123,9 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     kept = [text for text in overrides if not text.startswith("resume=")]
     metadata = make_metadata(dataset.spec, described, _placed(config["dataset"]), config, kept)
     model = ImageTransformer(dataset.spec, **described)
-    module = ImageModule(model, optimizer_factory(cfg, model), instantiate(cfg.scheduler))
+    schedule: Schedule = made(cfg.scheduler, "scheduler", Schedule)
+    module = ImageModule(model, optimizer_factory(cfg, model), schedule)
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
-    # Before anything is written, so that data that cannot be had leave no run behind.
-    data.prepare_data()
-    data.split("train")
-
     interruptible = Interruptible()
     # What stops a run between two steps comes after what knows that it is between two.
     bad_numbers = BadNumbers(cfg.on_nan, folder)
@@ -136,6 +133,10 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     if cfg.callbacks.get("last"):
         own.append(FirstCheckpoint(folder / LAST))
     trainer = _trainer(cfg, folder, [Metadata(metadata, dataset), *own])
+    # Before anything is written, so that data that cannot be had leave no run behind.
+    data.prepare_data()
+    data.split("train")
+
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -188,12 +189,34 @@ def _remove_if_unused(folder: Path) -> None:
 
 def optimizer_factory(cfg: DictConfig, model: ImageTransformer) -> OptimizerFactory:
     """The optimizer's factory, tried once, so that bad settings are refused before a run begins."""
-    factory: OptimizerFactory = instantiate(cfg.optimizer)
+    factory: OptimizerFactory = made(cfg.optimizer, "optimizer", Callable)
     try:
-        factory(model.parameters())
-    except (TypeError, ValueError) as error:
+        optimizer = factory(model.parameters())
+    # Settings of all kinds meet foreign code here.
+    except Exception as error:
         raise UserError(f"the optimizer refuses its settings: {error}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer._target_={cfg.optimizer.get('_target_')} is no optimizer of PyTorch; "
+            "choose one, such as torch.optim.AdamW."
+        )
     return factory
+
+
+def made(node: Any, section: str, kind: Any) -> Any:
+    """What a section of the configuration describes by its `_target_`.
+
+    Raises:
+        UserError: where that is something else than a `kind`.
+    """
+    found = instantiate(node)
+    if not isinstance(found, kind):
+        target = node.get("_target_") if isinstance(node, Mapping) else node
+        raise UserError(
+            f"{section}._target_={target} gives a {type(found).__name__}, but {section} must be a "
+            f"{kind.__name__}."
+        )
+    return found
 
 
 def _placed(dataset: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +253,9 @@ def _trainer(cfg: DictConfig, folder: Path, callbacks: list[Callback]) -> Traine
     # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))
     callbacks.extend(
-        instantiate(node) for node in cfg.callbacks.values() if node and node.get("_target_")
+        made(node, f"callbacks.{name}", Callback)
+        for name, node in cfg.callbacks.items()
+        if node and node.get("_target_")
     )
     progress = sys.stderr.isatty()
     if progress:

@@ -10,6 +10,8 @@ import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Timer
 
+from imagegen.errors import UserError
+
 
 @dataclass(frozen=True)
 class Cosine:
@@ -18,10 +20,19 @@ class Cosine:
     Attributes:
         warmup: share of the training, 0 to 1, in which the learning rate rises from 0.
         floor: the factor on the learning rate at the end, 0 to 1.
+
+    Raises:
+        UserError: for shares outside 0 to 1.
     """
 
     warmup: float = 0.05
     floor: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "floor"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise UserError(f"scheduler.{name}={value} must lie between 0 and 1.")
 
     def factor(self, progress: float) -> float:
         """The factor on the learning rate when `progress` of the training, 0 to 1, is done."""

@@ -71,6 +71,31 @@ class WholeSteps(Callback):
             checkpoint.save_on_exception = allowed
 
 
+class KeepUnvalidated(Callback):
+    """Saves what is kept after each validation where there is none: when the run stops, and after
+    each epoch.
+    """
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if this was the last step."""
+        if trainer.should_stop:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save after a whole epoch; one that was stopped has been saved as such."""
+        if not trainer.should_stop:
+            self._save(trainer)
+
+    @staticmethod
+    def _save(trainer: Trainer) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is None:
+                folder, name = Path(str(callback.dirpath)), str(callback.filename)
+                trainer.save_checkpoint(folder / f"{name}.ckpt")
+
+
 def requeue_job() -> bool:
     """Ask SLURM to run this job again, and say what came of it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -32,6 +33,7 @@ share: 0.5
 switch: false
 note: null
 folder: ${project_root:}/data
+place: ${hydra:runtime.output_dir}/place
 hydra: {run: {dir: "${project_root:}/outputs/one"}, sweep: {dir: "${project_root:}/outputs/many"}}
 """,
     "dataset/digits.yaml": "size: 8",
@@ -138,7 +140,16 @@ def test_called_with_a_configuration() -> None:
         ("dataset=image_folder", r"dataset\.root and dataset\.size are not set; add"),
         ("experiment=broken", "nowhere"),
         ("experiment=brokn", "did you mean broken"),
+        ("model=null", "model has no choice 'null'; choose one of small"),
+        ("model=[]", r"model has no choice '\[\]'; choose one of small"),
+        ("model=[small,null]", "model has no choice 'null'"),
+        ("experiment=null", "experiment has no choice 'null'; choose one of broken, deep"),
+        ("~trainer", "trainer cannot be left out; choose one of default"),
         ("--n_layers=4", "'--n_layers=4' is not understood"),
+        ("--cfg", "argument --cfg/-c: expected one argument; --hydra-help lists"),
+        ("--resolve", "--resolve flag can only be used in conjunction with --cfg"),
+        ("--run --multirun", "Only one of --run, --multirun, "),
+        ("--cfg nonsense", "invalid choice: 'nonsense'"),
         ("+seed=3", "seed"),
         ("~zzz", "zzz"),
     ],
@@ -183,10 +194,31 @@ def test_mistakes_in_a_multirun(project: Path, run: Callable[..., Any], argv: st
         ["trainer.max_epochs=many"],  # collections.OrderedDict tells nothing about it
         ["note='a, b=c'"],
         ["hydra.run.dir=${project_root:}/outputs/two"],
+        ["place=elsewhere"],  # its default is known only when the run has begun
+        ["~experiment"],
     ],
 )
 def test_accepted(run: Callable[..., Any], argv: list[str]) -> None:
     assert run(*argv) == (0, "", "")
+
+
+def test_what_is_no_text_is_refused(project: Path, run: Callable[..., Any]) -> None:
+    status, out, err = run("note=caf\udce9")
+    assert (status, out) == (1, "")
+    assert err == (
+        "error: 'note=caf\\\\udce9' is not valid UTF-8; rename the file or folder that it names.\n"
+    )
+    assert not (project / "outputs").exists()
+
+
+def test_what_a_terminal_cannot_show_is_escaped(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    assert run(main=lambda cfg: print("± 1"))[0] == 0
+    sys.stdout.flush()
+    assert shown.getvalue() == b"\\xb1 1\n"
 
 
 def test_user_error_is_a_sentence(run: Callable[..., Any]) -> None:
@@ -321,6 +353,31 @@ def test_options_that_a_class_refuses(run: Callable[..., Any]) -> None:
     status, _, err = run(main=main)
     assert status == 1
     assert re.fullmatch(r"error: opt is refused: .*dayz.*IMAGEGEN_DEBUG=1 shows where\)\.\n", err)
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("nowhere.Nothing", "opt is refused: Error locating target 'nowhere.Nothing'."),
+        ("[]", "opt is refused: Expected a callable target, got '[]' of type 'ListConfig'."),
+        ("urllib.request.urlopen", "opt is refused: x .IMAGEGEN_DEBUG=1 shows where.."),
+    ],
+)
+def test_targets_that_cannot_be_called(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, target: str, sentence: str
+) -> None:
+    def fail() -> None:
+        raise LookupError("x")
+
+    def main(cfg: DictConfig) -> None:
+        from hydra.utils import instantiate
+
+        instantiate({"opt": {"_target_": [] if target == "[]" else target}})
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
+    status, _, err = run(main=main)
+    assert status == 1
+    assert re.fullmatch(f"error: {re.escape(sentence) if '[' in sentence else sentence}\n", err)
 
 
 def test_causes_are_found() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import torch
 from imagegen.checkpoint import FORMAT_VERSION, KEY, load_checkpoint, read_resume_state
 from imagegen.errors import UserError
 from imagegen.generate import generate
+from imagegen.verify_checks import all_checks
+from tests.checkpoints.make import make
 
 FOLDER = Path(__file__).parent / "checkpoints"
 KEPT = sorted(FOLDER.glob("*.ckpt"))
@@ -51,3 +55,40 @@ def test_a_newer_one_is_refused(tmp_path: Path) -> None:
     for read in (load_checkpoint, read_resume_state):
         with pytest.raises(UserError, match=r"newer than the \d+ that this version reads; update"):
             read(tmp_path / "newer.ckpt")
+
+
+def texts(content: Any) -> Iterator[str]:
+    """All strings in plain containers."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Mapping):
+        yield from texts([*content.keys(), *content.values()])
+    elif isinstance(content, list | tuple):
+        for item in content:
+            yield from texts(item)
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_they_name_no_folder_of_the_machine_they_were_made_on(path: Path) -> None:
+    found = list(texts(torch.load(path, weights_only=True)))
+    assert "RUN/checkpoints" in found
+    assert not [text for text in found if text.startswith(("/", "~")) or ":\\" in text]
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_they_pass_every_check(path: Path) -> None:
+    images = np.load(path.with_suffix(".npz"))["images"][:1]
+    checks = list(all_checks(load_checkpoint(path).model, images, seed=0))
+    assert {check.name: check.figure for check in checks if check.ok is False} == {}
+    assert sum(check.ok is True for check in checks) >= 7
+
+
+@pytest.mark.slow
+def test_new_ones_can_be_made(tmp_path: Path) -> None:
+    path = make("paper-softmax", tmp_path)
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".ckpt", ".npz"]
+    test_they_name_no_folder_of_the_machine_they_were_made_on(path)
+    test_old_checkpoints_score_and_draw_as_they_did(path)
+    test_their_training_can_go_on(path)
+    with pytest.raises(SystemExit, match="is kept as it is"):
+        make("paper-softmax", tmp_path)

@@ -143,6 +143,29 @@ def _shifted_draws(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MixtureOfLogistics, "_draw", shifted)
 
 
+def _off_by_one(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
+    draw = MixtureOfLogistics._draw
+    patch.setattr(
+        MixtureOfLogistics, "_draw", lambda *args: (draw(*args) + 1).clamp(max=SPEC.levels - 1)
+    )
+
+
+def _next_seen(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
+    forward = LinearAttention.forward
+    patch.setattr(
+        LinearAttention, "forward", lambda self, x, *more: forward(self, x.roll(-1, 1), *more)
+    )
+
+
+def _forgetful(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
+    step = LinearAttention.step
+
+    def forgetting(self: LinearAttention, x: Tensor, state: Any) -> Any:
+        return step(self, x, self.initial_state(len(x)))
+
+    patch.setattr(LinearAttention, "step", forgetting)
+
+
 def _whole_mean(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
     forward = LinearAttention.forward
 
@@ -182,7 +205,10 @@ def _longer_state(model: ImageTransformer, patch: pytest.MonkeyPatch) -> None:
         (FORMS_32, _louder_step, {FORMS_64}),
         (SUM, _extra_mass, {SAMPLER}),
         (SAMPLER, _shifted_draws, set()),
+        (SAMPLER, _off_by_one, set()),
         (CAUSALITY, _whole_mean, {FORMS_64}),
+        (CAUSALITY, _next_seen, {FORMS_64, FORMS_32}),
+        (FORMS_64, _forgetful, {FORMS_32}),
         (NORMALIZER, _tiny_features, set()),
         (BATCH, _crowded, {FORMS_64, FORMS_32}),
         (STATE, _longer_state, set()),

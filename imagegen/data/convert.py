@@ -48,7 +48,9 @@ def read_image(path: Path, channels: int) -> UInt8[np.ndarray, "h w c"]:
     check_channels(channels)
     _quiet_size_warning()
     try:
-        with Image.open(path) as image:
+        # Not by its name: Pillow (13.0) maps the pixels of such a TIFF file into memory as if they
+        # had been turned already.
+        with path.open("rb") as file, Image.open(file) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise UserError(
                     f"{path} is too large: {image.width}x{image.height} pixels, but at most "

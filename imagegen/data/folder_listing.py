@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,9 @@ def _walk(root: Path) -> Iterator[ImageFile]:
                 if name.startswith(".") or os.path.splitext(name)[1].lower() not in SUFFIXES:
                     continue
                 status = os.stat(os.path.join(folder, name))
-                yield ImageFile(f"{place}{name}", status.st_size, status.st_mtime_ns)
+                # A pipe of that name would be waited for.
+                if stat.S_ISREG(status.st_mode):
+                    yield ImageFile(f"{place}{name}", status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise UserError(
             f"{error.filename or root} cannot be read: {error.strerror or error}."

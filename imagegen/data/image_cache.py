@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +23,17 @@ PART = 8  # of these, in one thread at a time
 
 def open_cache(path: Path, shape: tuple[int, int, int, int]) -> UInt8[np.ndarray, "n h w c"] | None:
     """The cached array as a read-only memory map; None where there is none, or not a whole one."""
+    # A header that is not the very one that is written here is not parsed: a damaged one may be
+    # anything.
+    header = _header(shape)
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if file.read(len(header)) != header or size != len(header) + math.prod(shape):
+                return None
+        return np.memmap(path, np.uint8, "r", len(header), shape)
+    except (OSError, ValueError):
         return None
-    if array.shape != shape or array.dtype != np.uint8:
-        return None
-    return array
 
 
 def build_cache(
@@ -51,6 +57,8 @@ def build_cache(
         ) as part:
             try:
                 _write(part, files, shape, convert)
+                part.flush()
+                os.fsync(part.fileno())
                 part.close()
                 os.chmod(part.name, 0o644)  # temporary files are private; caches are not
                 os.replace(part.name, path)
@@ -59,7 +67,8 @@ def build_cache(
     except OSError as error:
         raise UserError(
             f"the converted images cannot be written to {path.parent} "
-            f"({error.strerror or error}); set dataset.cache to a folder with enough space."
+            f"({error.strerror or error}); set dataset.cache to a folder that can "
+            "be written and has enough space."
         ) from error
 
 
@@ -70,10 +79,16 @@ def _write(
     convert: Callable[[Path], UInt8[np.ndarray, "h w c"]],
 ) -> None:
     # Written in order rather than into a memory map: a full disk is then an error, not a crash.
-    header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *shape)}
-    np.lib.format.write_array_header_1_0(part, header)
+    part.write(_header((len(files), *shape)))
     for block in _converted(files, convert):
         part.write(np.ascontiguousarray(np.stack(block)).data)
+
+
+def _header(shape: tuple[int, int, int, int]) -> bytes:
+    header = io.BytesIO()
+    described = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, described)
+    return header.getvalue()
 
 
 def _converted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from jaxtyping import UInt8
 
 from imagegen.data.base import ImageDataset, ImageSplit, check_split_name, data_folder
 from imagegen.data.convert import check_channels, fit_image, read_image
-from imagegen.data.folder_listing import Listing, list_folder
+from imagegen.data.folder_listing import ImageFile, Listing, list_folder
 from imagegen.data.image_cache import build_cache, open_cache
 from imagegen.errors import UserError
 from imagegen.spec import ImageSpec
 
-_CACHE_VERSION = 1  # raise it when conversion changes, so that old caches are not used
+_CACHE_VERSION = 2  # raise it when conversion changes, so that old caches are not used
 
 
 class ImageFolder(ImageDataset):
@@ -65,6 +65,7 @@ class ImageFolder(ImageDataset):
             _fraction("val_fraction", val_fraction),
             _fraction("test_fraction", test_fraction),
         )
+        self._images: np.ndarray | None = None
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -75,9 +76,8 @@ class ImageFolder(ImageDataset):
         """Convert the images, where that has not been done for the folder as it is now."""
         if self._open() is not None:
             return
-        convert = partial(_convert, channels=self.spec.channels, size=self.spec.shape[:2])
-        files = [self.root / file.path for file in self._listing.files]
-        build_cache(self._cache_file, files, self.spec.shape, convert)
+        listed = {self.root / file.path: file for file in self._listing.files}
+        build_cache(self._cache_file, list(listed), self.spec.shape, partial(self._convert, listed))
         for stale in self.cache.glob(f"{self._cache_prefix}-*.npy"):
             if stale != self._cache_file:
                 stale.unlink(missing_ok=True)
@@ -97,7 +97,20 @@ class ImageFolder(ImageDataset):
         )
 
     def _open(self) -> UInt8[np.ndarray, "n h w c"] | None:
-        return open_cache(self._cache_file, (len(self._listing.files), *self.spec.shape))
+        # Kept open: another process that finds the folder changed removes the file.
+        if self._images is None:
+            shape = (len(self._listing.files), *self.spec.shape)
+            self._images = open_cache(self._cache_file, shape)
+        return self._images
+
+    def _convert(self, listed: Mapping[Path, ImageFile], path: Path) -> UInt8[np.ndarray, "h w c"]:
+        image = fit_image(read_image(path, self.spec.channels), *self.spec.shape[:2])
+        status, file = path.stat(), listed[path]
+        if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+            raise UserError(
+                f"{path} has been changed while the images were converted; run the command again."
+            )
+        return image
 
     @cached_property
     def _listing(self) -> Listing:
@@ -116,10 +129,6 @@ class ImageFolder(ImageDataset):
         splits = [len(self._listing.splits[name]) for name in ("train", "val", "test")]
         key = _digest([_CACHE_VERSION, files, splits], 16)
         return self.cache / f"{self._cache_prefix}-{key}.npy"
-
-
-def _convert(path: Path, channels: int, size: tuple[int, int]) -> UInt8[np.ndarray, "h w c"]:
-    return fit_image(read_image(path, channels), *size)
 
 
 def _digest(value: object, length: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,13 @@ class MNIST(TorchvisionDataset):
         for name in self.files:
             if name.startswith(prefix):
                 _check_size(self.root / self.folder / name)
-        official = self._torchvision_class()(self.root, train=official_train, download=False)
-        return official.data.numpy()[..., None], official.targets.numpy().astype(np.int64)
+        # Not through the class, which prefers what its early versions left in processed/.
+        from torchvision.datasets.mnist import read_image_file, read_label_file
+
+        folder = self.root / self.folder
+        images = read_image_file(str(folder / f"{prefix}-images-idx3-ubyte"))
+        labels = read_label_file(str(folder / f"{prefix}-labels-idx1-ubyte"))
+        return images.numpy()[..., None], labels.numpy().astype(np.int64)
 
 
 class FashionMNIST(MNIST):
@@ -102,8 +108,9 @@ def _check_size(path: Path) -> None:
     axes = 3 if kind == "images" else 1
     if len(header) < _HEADER_BYTES[kind] or header[:4] != bytes([0, 0, 8, axes]):
         raise UserError(f"{path} is not an IDX file of {kind}; replace it.")
-    shape = np.frombuffer(header[4:], dtype=">u4").astype(np.int64)
-    expected = len(header) + int(np.prod(shape))
+    expected = len(header) + math.prod(np.frombuffer(header[4:], dtype=">u4").tolist())
+    if expected == len(header):
+        raise UserError(f"{path} holds no {kind}; replace it.")
     if size != expected:
         raise UserError(
             f"{path} is damaged: it has {size} bytes, but its header promises {expected}; "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import socket
+import tarfile
 import tempfile
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +127,13 @@ class TorchvisionDataset(ImageDataset):
                 f"{self.root / self.folder} does not hold {self.title}: it has images of shape "
                 f"{images.shape} and {len(labels)} labels; replace the files."
             )
+        classes = len(self.class_names or ())
+        if labels.min() < 0 or labels.max() >= classes:
+            raise UserError(
+                f"{self.root / self.folder} does not hold {self.title}: its labels reach from "
+                f"{labels.min()} to {labels.max()}, but there are {classes} classes; replace the "
+                "files."
+            )
         return images, labels
 
     def _fetch(self, archive: Path | None = None) -> None:
@@ -154,6 +164,8 @@ def unpack_gzip(archive: Path, target: Path) -> None:
         try:
             with gzip.open(archive) as source:
                 shutil.copyfileobj(source, part)
+            part.flush()
+            os.fsync(part.fileno())
             part.close()
             os.chmod(part.name, 0o644)  # temporary files are private; data are not
             os.replace(part.name, target)
@@ -166,7 +178,15 @@ def unpack_gzip(archive: Path, target: Path) -> None:
 def _sentences(what: str, advice: str = "check or replace the files there") -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, OSError, EOFError) as error:
+    # What a network, a mirror or an archive can get wrong.
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+        http.client.HTTPException,
+        tarfile.TarError,
+        zlib.error,
+    ) as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(f"{what} ({reason}); {advice}.") from error
 

@@ -9,11 +9,12 @@ files beside the old ones, named after it.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,19 +41,20 @@ CHOICES = {
 IMAGES = 4
 
 
-def make(name: str) -> Path:
-    """Train the choice `name` and put its files here."""
-    path = FOLDER / f"format{FORMAT_VERSION}-{name}.ckpt"
+def make(name: str, folder: Path = FOLDER) -> Path:
+    """Train the choice `name` and put its files into `folder`."""
+    path = folder / f"format{FORMAT_VERSION}-{name}.ckpt"
     if path.exists():
         raise SystemExit(f"{path} exists, and is kept as it is.")
     with tempfile.TemporaryDirectory() as temporary:
-        run = Path(temporary) / "run"
+        run = Path(temporary).resolve() / "run"
         subprocess.run(
             [sys.executable, "train.py", *OPTIONS, *CHOICES[name], f"hydra.run.dir={run}"],
-            cwd=FOLDER.parents[1],
+            cwd=Path(__file__).parents[2],
             check=True,
         )
-        shutil.copy(run / "checkpoints" / "last.ckpt", path)
+        content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+        torch.save(placeless(content, str(run)), path)
     model = load_checkpoint(path).model
     images = np.array(Digits().split("test").images[:IMAGES])
     with torch.inference_mode():
@@ -62,6 +64,18 @@ def make(name: str) -> Path:
         path.with_suffix(".npz"), images=images, bits_per_dim=bits_per_dim, drawn=drawn
     )
     return path
+
+
+def placeless(content: Any, run: str) -> Any:
+    """Plain containers with `RUN` in the place of the run folder, which is gone soon."""
+    if isinstance(content, str):
+        return content.replace(run, "RUN")
+    if isinstance(content, Mapping):
+        items = [(placeless(key, run), placeless(value, run)) for key, value in content.items()]
+        return type(content)(items)  # type: ignore[call-arg]
+    if isinstance(content, list | tuple):
+        return type(content)(placeless(item, run) for item in content)
+    return content
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -107,11 +108,32 @@ def test_cmyk(tmp_path: Path) -> None:
     assert np.abs(red.astype(int) - [255, 0, 0]).max() <= 3
 
 
-def test_camera_orientation_is_applied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["x.png", "x.tiff", "x.webp"])
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize(
+    ("orientation", "shown"),
+    [
+        (2, np.fliplr),
+        (3, lambda image: np.rot90(image, 2)),
+        (5, lambda image: image.swapaxes(0, 1)),
+        (6, lambda image: np.rot90(image, -1)),
+        (8, np.rot90),
+    ],
+)
+def test_camera_orientation_is_applied(
+    tmp_path: Path,
+    name: str,
+    colour: bool,
+    orientation: int,
+    shown: Callable[[np.ndarray], np.ndarray],
+) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise
-    path = saved(tmp_path, Image.fromarray(grey_ramp()), exif=exif)
-    assert np.array_equal(read_image(path, 1)[..., 0], np.rot90(grey_ramp(), -1))
+    exif[0x0112] = orientation
+    pixels = colours() if colour else grey_ramp()
+    options = {"lossless": True} if name == "x.webp" else {}
+    path = saved(tmp_path, Image.fromarray(pixels), name, exif=exif, **options)
+    found = read_image(path, 3 if colour else 1)
+    assert np.array_equal(found if colour else found[..., 0], shown(pixels))
 
 
 @pytest.mark.parametrize("name", ["x.gif", "x.webp", "x.png", "x.tiff"])
