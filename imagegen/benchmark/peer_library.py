@@ -96,9 +96,14 @@ class PeerGenerator(_Surroundings):
         return [[random(d, d), random(d).abs() + 1] for _ in range(self.layers)]
 
     def step(
-        self, values: Int64[Tensor, "b s"], position: int, state: list[list[Tensor]]
+        self, values: Int64[Tensor, "b s"], position: int, state: list[list[Tensor]] | None
     ) -> tuple[Int64[Tensor, "b s"], list[list[Tensor]]]:
-        """Levels of the step at `position`, drawn, and the state behind it."""
+        """Levels of the step at `position`, drawn, and the state behind it.
+
+        Args:
+            values: levels of the step before, -1 for the first step.
+            state: None for the first step.
+        """
         hidden, state = self.encoder(self.embed(values, self.place[position]), state)
         return self.sampled(self.head(hidden)), state
 

@@ -27,7 +27,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         "Forward and backward pass, gradients clipped to a norm of "
         f"{result['gradient_clip_val']:g}, {optimizer}. Median of up to "
-        f"{result['plan']['repeats']} steps after one that warms up, contestants in turn (least to most in brackets).",
+        f"{result['plan']['repeats']} steps after one that warms up, contestants in turn (least to "
+        "most in brackets).",
         "",
         "## Seconds a step",
         "",
