@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imagegen import options as opt
+from imagegen.benchmark.measure import Point
 from imagegen.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+else:  # Annotations are checked in tests; torch is not to be imported for them.
+    torch = Any
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,12 @@ def too_much(
             f"skipped, for it would take about {seconds:.3g} s, more than time_limit={time_limit:g}"
         )
     return None
+
+
+def known_bytes(points: Sequence[Point], batch_size: int) -> float | None:
+    """The peak of the largest batch measured so far, grown to another one; None without one."""
+    peaks = [point.peak_bytes / point.length for point in points if point.peak_bytes]
+    return batch_size * peaks[-1] if peaks else None
 
 
 def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | None:

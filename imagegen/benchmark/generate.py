@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from imagegen import options as opt
-from imagegen.benchmark.common import Common, half_of_memory, heading, spread, too_much
+from imagegen.benchmark.common import Common, half_of_memory, heading, known_bytes, spread, too_much
 from imagegen.benchmark.contestants import DRAWERS, Drawer, choose_contestants
 from imagegen.benchmark.positions import positions_of, seconds_together
 from imagegen.benchmark.setting import FLOAT, Costs, Setting
@@ -140,6 +140,7 @@ def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
     def refuse(name: str, batch_size: int, points: Sequence[Point]) -> str | None:
         expected = _expected_seconds(points, batch_size, options)
         size = _expected_bytes(options.contestants[name], batch_size, options)
+        size = max(size, known_bytes(points, batch_size) or 0)
         return too_much(expected, common.time_limit, size, room)
 
     points = measure(

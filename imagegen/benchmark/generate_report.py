@@ -55,7 +55,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         *_by_position(contestants, result["positions"]),
     ]
     if result["paper"]:
-        lines += ["", *_published(contestants, result["paper"])]
+        lines += ["", *_published(contestants, result["paper"], bool(result["machine"]["gpu"]))]
     missing = [
         f"- {one['title']} at {batch['batch_size']:,}: {batch['not_measured']}."
         for one in contestants
@@ -168,7 +168,7 @@ def _by_position(contestants: Sequence[Mapping[str, Any]], positions: Sequence[i
     return rows(table)
 
 
-def _published(contestants: Sequence[Mapping[str, Any]], images: str) -> list[str]:
+def _published(contestants: Sequence[Mapping[str, Any]], images: str, on_gpu: bool) -> list[str]:
     found = {one["name"]: one for one in contestants}
     kinds = list(DIFFERENCES)
     table = [["", *(f"{kind}: {whose}" for kind in kinds for whose in ("paper", "here"))]]
@@ -182,9 +182,9 @@ def _published(contestants: Sequence[Mapping[str, Any]], images: str) -> list[st
                 f"{row.images_per_second:g}",
                 ranged(best_rate(one)),
                 f"{row.cpu:g}",
-                latency,
+                "–" if on_gpu else latency,
                 f"{row.gpu:g}",
-                latency,
+                latency if on_gpu else "–",
             ]
         )
     return [

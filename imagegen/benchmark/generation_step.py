@@ -21,7 +21,7 @@ from imagegen.attention.softmax import FIRST_CAPACITY, SoftmaxState
 from imagegen.benchmark.contestants import Drawer
 from imagegen.benchmark.peer_library import PeerGenerator
 from imagegen.benchmark.setting import Setting
-from imagegen.decode import Decoder, choose_decoder
+from imagegen.decode import SHORTEST, Decoder, choose_decoder
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer, ModelState
@@ -95,7 +95,11 @@ class GenerationStep:
         """
         decoder = choose_decoder(model, Controls(), self.drawer.precision)
         if decoder is None:
-            raise UserError("there is no compiled loop for this model on this machine")
+            short = model.raster.length < SHORTEST
+            why = (
+                f"images of fewer than {SHORTEST} steps" if short else "this model on this machine"
+            )
+            raise UserError(f"there is no compiled loop for {why}")
 
         def call(position: int, steps: int) -> float:
             return self._call(decoder, model, self.batch_size, position, steps)

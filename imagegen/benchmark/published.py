@@ -1,7 +1,7 @@
 """What Katharopoulos et al. (2020) report for the models that are measured here.
 
-Tables 1 and 2: images/s on a GPU, all that fit into its memory drawn together; tables 4 and 5: the
-same for the stateful softmax of their supplement, and seconds an image at batch size 1.
+Tables 1 and 2: images/s on a GPU, at batch sizes that differ; table 4: the same with the stateful
+softmax of the supplement; table 5: seconds an image at batch size 1.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ PUBLISHED = {
 }
 
 DIFFERENCES = {
-    "images/s": "theirs on a GPU of 2020, in float32, at the batch size that its memory allows, "
-    "another one for each row; ours on the machine named above, at its best batch size.",
-    "seconds an image, CPU": "one image at a time on either side, but another CPU, and float32 "
-    "throughout theirs.",
-    "seconds an image, GPU": "theirs with one image at a time on their GPU; ours is the same "
-    "number as for the CPU, unless the machine named above is a GPU.",
+    "images/s": "theirs on a GPU, each row at a batch size of its own; ours on the machine named "
+    "above, at its best batch size. They mention no precision but float32.",
+    "seconds an image, CPU": "one image at a time on either side, on different CPUs.",
+    "seconds an image, GPU": "one image at a time on either side, on different GPUs.",
 }
 """What differs, a line for each kind of number."""

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from imagegen import options as opt
-from imagegen.benchmark.common import Common, half_of_memory, heading, spread, too_much
+from imagegen.benchmark.common import Common, half_of_memory, heading, known_bytes, spread, too_much
 from imagegen.benchmark.contestants import TRAINERS, Trainer, choose_contestants
 from imagegen.benchmark.setting import FLOAT, Costs, Setting
 from imagegen.cli import hydra_entry
@@ -130,7 +130,9 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
             return "skipped, for this processor has no instructions for bfloat16"
         known = [(point.seconds, point.length) for point in points if point.seconds is not None]
         expected = known[-1][0] * batch_size / known[-1][1] if known else None
-        size = batch_size * expected_bytes(options.contestants[name], options)
+        size = known_bytes(points, batch_size)
+        if size is None:
+            size = batch_size * expected_bytes(options.contestants[name], options)
         return too_much(expected, common.time_limit, size, room)
 
     started = perf_counter()
