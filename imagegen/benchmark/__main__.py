@@ -10,7 +10,12 @@ import difflib
 import importlib
 import sys
 
-COMMANDS = {"scaling": "time and memory of a training step against the length of the sequence"}
+COMMANDS = {
+    "generate": "images a second, latency and memory of generation, beside cached softmax",
+    "train": "time and memory of a training step of a whole model",
+    "peer": "both against pytorch-fast-transformers, as ratios",
+    "scaling": "time and memory of a training step against the length of the sequence",
+}
 
 
 def usage() -> str:
@@ -19,7 +24,7 @@ def usage() -> str:
     lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
         [
-            "Measure this machine; each result is JSON, a table and a plot.",
+            "Measure this machine; each result is JSON and tables, and a plot where one helps.",
             "",
             "  python -m imagegen.benchmark <sub-command> key=value …",
             "",

@@ -40,6 +40,8 @@ class Plan:
         memory_bytes: all that is expected to fit in here together is measured in turn, for between
             its steps a process holds on to memory; 0: one after the other.
         guess_bytes: memory that a position is expected to take where nothing is known yet.
+        unit, larger, work: what is told: that a length counts `unit`, that the `larger` ones are
+            skipped, how long `work` took.
     """
 
     lengths: tuple[int, ...]
@@ -48,6 +50,9 @@ class Plan:
     time_limit: float
     memory_bytes: int
     guess_bytes: int
+    unit: str = "positions"
+    larger: str = "longer lengths"
+    work: str = "a step"
 
 
 @dataclass
@@ -86,6 +91,7 @@ def measure(
     plan: Plan,
     start: Callable[[str, int], Runner],
     tell: Callable[[str], None],
+    refuse: Callable[[str, int, Sequence[Point]], str | None] | None = None,
 ) -> dict[str, list[Point]]:
     """Measure each of `names` at each length.
 
@@ -94,6 +100,8 @@ def measure(
         plan: how often and how long.
         start: starts the work of a name at a length.
         tell: called with a line for each length and whenever something is not measured.
+        refuse: says why a name is not to be measured at a length, given the points at shorter ones;
+            None where it is.
 
     Returns:
         for each name a point for each length, measured or with the reason why not.
@@ -105,15 +113,21 @@ def measure(
         for name in names:
             if name in stopped:
                 points[name].append(Point(length, reason=stopped[name]))
+        for name in list(todo):
+            reason = None if refuse is None else refuse(name, length, points[name])
+            if reason is not None:
+                points[name].append(Point(length, reason=reason))
+                todo.remove(name)
+                tell(f"{name} at {length:,}: {reason}")
         for group in _groups(todo, length, points, plan):
             for name, point in _measure_length(group, length, plan, start).items():
                 points[name].append(point)
-                stop = _reason_to_stop(point, plan.time_limit)
+                stop = _reason_to_stop(point, plan)
                 if stop:
                     stopped[name] = stop
                     tell(f"{name}: {point.reason or stop}")
         if todo:
-            tell(f"{length:,} positions: {len(todo)} measured")
+            tell(f"{length:,} {plan.unit}: {len(todo)} measured")
     return points
 
 
@@ -175,13 +189,13 @@ def _go(runner: Runner, point: Point, plan: Plan) -> bool:
     return len(point.steps) <= plan.repeats and spent < plan.budget
 
 
-def _reason_to_stop(point: Point, time_limit: float) -> str | None:
+def _reason_to_stop(point: Point, plan: Plan) -> str | None:
     if point.reason is not None:
         return f"skipped, for it {point.reason}"
     seconds = point.seconds
-    if seconds is not None and seconds > time_limit:
+    if seconds is not None and seconds > plan.time_limit:
         return (
-            f"longer lengths are skipped, for a step at {point.length:,} took {seconds:.3g} s, "
-            f"more than time_limit={time_limit:g}"
+            f"{plan.larger} are skipped, for {plan.work} at {point.length:,} took {seconds:.3g} s, "
+            f"more than time_limit={plan.time_limit:g}"
         )
     return None

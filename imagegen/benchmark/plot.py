@@ -1,4 +1,4 @@
-"""The plot of the scaling benchmark."""
+"""The plots of the benchmarks."""
 
 from __future__ import annotations
 
@@ -54,6 +54,68 @@ def plot(result: Mapping[str, Any]) -> bytes | None:
         axes.grid(alpha=0.3)
         _guide(axes, lengths)
     figure.legend(handles=lines, loc="outside right upper", fontsize="small")
+    return _png(figure)
+
+
+def plot_generation(result: Mapping[str, Any]) -> bytes | None:
+    """Time of a step against its position, and images/s against the batch size, as a PNG.
+
+    Args:
+        result: what `generate.json` holds.
+
+    Returns:
+        None where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+
+    figure = Figure(figsize=(13, 6), dpi=110, layout="constrained")
+    time, rate = figure.subplots(1, 2)
+    batch_sizes = result["plan"]["lengths"]
+    middles = [position + (result["steps"] + 1) / 2 for position in result["positions"]]
+    lines = []
+    for index, one in enumerate(result["contestants"]):
+        style: dict[str, Any] = {
+            "color": f"C{index}",
+            "linewidth": 1.5,
+            "linestyle": "--" if one["form"] == "peer" else "-",
+            "marker": _MARKERS[index % len(_MARKERS)],
+            "markersize": 4,
+        }
+        first = one["batches"][0]
+        if first["images_per_second"]:
+            ms = [at["median"] for at in first["ms_a_step_at"]]
+            time.plot(middles, ms, **style)
+        known = [
+            (batch["batch_size"], batch["images_per_second"])
+            for batch in one["batches"]
+            if batch["images_per_second"]
+        ]
+        medians = [each["median"] for _, each in known]
+        lines += rate.plot([size for size, _ in known], medians, label=one["title"], **style)
+        rate.fill_between(
+            [size for size, _ in known],
+            [each["least"] for _, each in known],
+            [each["most"] for _, each in known],
+            color=style["color"],
+            alpha=0.15,
+        )
+    time.set_xlabel("position")
+    time.set_ylabel(f"milliseconds a step, batch {batch_sizes[0]:,}")
+    rate.set_xlabel("images at a time")
+    rate.set_ylabel("images a second")
+    rate.set_xscale("log", base=2)
+    rate.set_xticks(batch_sizes, [f"{size:,}" for size in batch_sizes])
+    for axes in (time, rate):
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    figure.legend(handles=lines, loc="outside right upper", fontsize="small")
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from imagegen.benchmark.measure import Point
+from imagegen.benchmark.worker import Measured
 
 DOUBLINGS = 3
 """Doublings of the length, the last ones, over which growth is taken."""
@@ -45,13 +46,18 @@ def tabled(points: Sequence[Point]) -> dict[str, Any]:
                 "length": point.length,
                 "seconds": point.seconds,
                 "peak_bytes": point.peak_bytes,
-                "repeats": [asdict(step) for step in point.steps],
-                "warm_up": asdict(point.warm_up) if point.warm_up else None,
+                "repeats": [plain_step(step) for step in point.steps],
+                "warm_up": plain_step(point.warm_up) if point.warm_up else None,
                 "not_measured": point.reason,
             }
             for point in points
         ],
     }
+
+
+def plain_step(step: Measured) -> dict[str, Any]:
+    """A step as it is written to JSON."""
+    return {name: value for name, value in asdict(step).items() if value != ()}
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -76,13 +82,13 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         "## Milliseconds a step",
         "",
-        *_table(result, "seconds", lambda seconds: _digits(1e3 * seconds)),
+        *_table(result, "seconds", lambda seconds: digits(1e3 * seconds)),
         "",
         "## Peak memory, MiB above the prepared process",
         "",
         f"A fresh process for each number, the allocator as it comes; {result['memory_meter']}.",
         "",
-        *_table(result, "peak_bytes", lambda size: _digits(size / 2**20)),
+        *_table(result, "peak_bytes", lambda size: digits(size / 2**20)),
     ]
     missing = [
         f"- {each['name']} at {point['length']:,}: {point['not_measured']}."
@@ -106,7 +112,7 @@ def _table(result: Mapping[str, Any], key: str, text: Callable[[float], str]) ->
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three digits, or all before the point."""
     if value <= 0:
         return "0"

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from imagegen import options as opt
+from imagegen.benchmark.common import ascending
 from imagegen.benchmark.mechanisms import Mechanism, check, choose
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
@@ -53,7 +54,7 @@ class ScalingOptions:
         """
         return cls(
             mechanisms=choose(config["mechanisms"]),
-            lengths=_lengths(config["lengths"]),
+            lengths=ascending(config["lengths"], "lengths", "[1024,2048]"),
             **{
                 name: opt.whole_number(config[name], name, 1)
                 for name in ("d_model", "n_heads", "batch_size", "repeats")
@@ -187,14 +188,6 @@ def measured(options: ScalingOptions, device: torch.device) -> dict[str, Any]:
         **versions(),
         "commit": commit(),
     }
-
-
-def _lengths(value: object) -> tuple[int, ...]:
-    values = opt.as_list(value)
-    lengths = [opt.whole_number(v, "lengths", 1) for v in ([value] if values is None else values)]
-    if not lengths:
-        raise UserError("lengths is an empty list; name at least one, such as lengths=[1024,2048].")
-    return tuple(sorted(set(lengths)))
 
 
 @hydra_entry("benchmark_scaling")

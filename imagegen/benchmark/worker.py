@@ -11,7 +11,7 @@ import contextlib
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
@@ -36,8 +36,11 @@ class Job(Protocol):
         """The device that is worked on."""
         ...
 
-    def prepare(self) -> Callable[[], None]:
-        """Build everything in the worker; returns what is to be measured."""
+    def prepare(self) -> Callable[[], Sequence[float] | None]:
+        """Build everything in the worker; returns what is to be measured.
+
+        That may return numbers of its own: `Measured.parts`.
+        """
         ...
 
 
@@ -50,11 +53,13 @@ class Measured:
         cpu_seconds: of all threads of the process; far fewer than seconds * threads where other
             programs take the cores.
         peak_bytes: peak memory above that of the prepared process; None where there is no meter.
+        parts: what the job itself returned, such as the seconds of its parts.
     """
 
     seconds: float
     cpu_seconds: float
     peak_bytes: int | None
+    parts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ def _serve(connection: Connection, job: Job) -> None:
         connection.send(_Failure(reason.rstrip(".")))
 
 
-def _prepared(job: Job) -> tuple[Callable[[], None], Meter | None]:
+def _prepared(job: Job) -> tuple[Callable[[], Sequence[float] | None], Meter | None]:
     import torch
 
     torch.set_num_threads(job.threads)
@@ -161,7 +166,9 @@ def _prepared(job: Job) -> tuple[Callable[[], None], Meter | None]:
     return go, meter_for(torch.device(job.device))
 
 
-def _measured(go: Callable[[], None], meter: Meter | None, device: str) -> Measured:
+def _measured(
+    go: Callable[[], Sequence[float] | None], meter: Meter | None, device: str
+) -> Measured:
     import torch
 
     def finish() -> None:
@@ -172,7 +179,8 @@ def _measured(go: Callable[[], None], meter: Meter | None, device: str) -> Measu
         meter.reset()
     finish()
     started, cpu_started = time.perf_counter(), time.process_time()
-    go()
+    parts = go()
     finish()
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    return Measured(seconds, cpu_seconds, meter.peak() if meter else None)
+    peak = meter.peak() if meter else None
+    return Measured(seconds, cpu_seconds, peak, tuple(parts or ()))

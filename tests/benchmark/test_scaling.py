@@ -110,11 +110,12 @@ def test_frame_lists_and_refuses_sub_commands(tmp_path: Path) -> None:
     bare, asked = command(cwd=tmp_path), command("--help", cwd=tmp_path)
     assert bare.returncode == asked.returncode == 0
     assert bare.stdout == asked.stdout
-    assert "\n  scaling  time and memory of a training step" in bare.stdout
+    assert "\n  scaling   time and memory of a training step" in bare.stdout
     wrong = command("scalling", "out=x", cwd=tmp_path)
     assert wrong.returncode == 1
     assert wrong.stderr == (
-        "error: there is no benchmark 'scalling'; did you mean scaling? choose one of scaling.\n"
+        "error: there is no benchmark 'scalling'; did you mean scaling? choose one of generate, "
+        "train, peer, scaling.\n"
     )
 
 
@@ -308,6 +309,34 @@ def test_longer_lengths_are_skipped_after_the_time_limit() -> None:
     assert points["a"][2].reason == reason
     assert f"a: {reason}" in told
     assert log.count("ready a") == 2
+
+
+def test_what_is_refused_is_told_and_the_rest_goes_on() -> None:
+    steps = {(name, n): [1.0, 1.0] for name in "ab" for n in (8, 16, 32)}
+    told: list[str] = []
+    seen: list[tuple[str, int, list[float | None]]] = []
+
+    def refuse(name: str, length: int, points: Sequence[Point]) -> str | None:
+        seen.append((name, length, [point.seconds for point in points]))
+        return "too large" if (name, length) == ("a", 16) else None
+
+    points = measure(
+        ["a", "b"],
+        plan_of((8, 16, 32), repeats=1, budget=99, time_limit=99),
+        lambda name, length: Fake([], name, steps[name, length], False),
+        told.append,
+        refuse,
+    )
+    assert [point.seconds for point in points["a"]] == [1.0, None, 1.0]
+    assert [point.seconds for point in points["b"]] == [1.0, 1.0, 1.0]
+    assert points["a"][1].reason == "too large"
+    assert seen[-2] == ("a", 32, [1.0, None])
+    assert told == [
+        "8 positions: 2 measured",
+        "a at 16: too large",
+        "16 positions: 1 measured",
+        "32 positions: 2 measured",
+    ]
 
 
 @pytest.mark.parametrize(("broken", "why"), [("", "no memory"), ("a", "it is broken")])

@@ -1,0 +1,159 @@
+"""What the sub-commands share: options, spreads of repeats, refusals of what would not fit."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imagegen import options as opt
+from imagegen.benchmark.measure import Point
+from imagegen.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+else:  # Annotations are checked in tests; torch is not to be imported for them.
+    torch = Any
+
+
+@dataclass(frozen=True)
+class Common:
+    """How often and how long to measure, on what, and where to write.
+
+    Attributes:
+        batch_sizes: ascending.
+        repeats, budget, time_limit: see `Plan`.
+        threads: PyTorch's choice for None.
+    """
+
+    batch_sizes: tuple[int, ...]
+    repeats: int
+    budget: float
+    time_limit: float
+    threads: int | None
+    device: str
+    seed: int
+    out: Path
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str) -> Common:
+        """Check the plain values of a `conf/benchmark_*.yaml`.
+
+        Args:
+            name: of the sub-command.
+
+        Raises:
+            UserError: naming the first option that cannot be.
+        """
+        return cls(
+            batch_sizes=ascending(config["batch_sizes"], "batch_sizes", "[1,16]"),
+            repeats=opt.whole_number(config["repeats"], "repeats", 1),
+            budget=opt.positive_number(config["budget"], "budget"),
+            time_limit=opt.positive_number(config["time_limit"], "time_limit"),
+            threads=opt.optional_whole_number(config["threads"], "threads", 1),
+            device=str(config["device"]),
+            seed=opt.whole_number(config["seed"], "seed", 0, opt.MAX_SEED),
+            out=opt.out_folder(config["out"], f"outputs/benchmark-{name}"),
+        )
+
+
+def ascending(value: object, name: str, example: str) -> tuple[int, ...]:
+    """One or more whole numbers of at least 1, in order, each once.
+
+    Raises:
+        UserError: for anything else.
+    """
+    values = opt.as_list(value)
+    numbers = [opt.whole_number(v, name, 1) for v in ([value] if values is None else values)]
+    if not numbers:
+        raise UserError(f"{name} is an empty list; name at least one, such as {name}={example}.")
+    return tuple(sorted(set(numbers)))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most of repeats."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def ratio(above: Mapping[str, float], below: Mapping[str, float]) -> dict[str, float]:
+    """The ratio of two medians, and the widest range that the repeats allow."""
+    return {
+        "median": above["median"] / below["median"],
+        "least": above["least"] / below["most"],
+        "most": above["most"] / below["least"],
+    }
+
+
+def too_much(
+    seconds: float | None, time_limit: float, size: float, room: float | None
+) -> str | None:
+    """Why something is not measured; None where it is.
+
+    Args:
+        seconds: that it is expected to take; None where nothing is known.
+        size, room: bytes that it is expected to need, and that there are; None where unknown.
+    """
+    if room is not None and size > room:
+        return (
+            f"skipped, for it would need about {size / 2**30:.3g} GiB, more than half of the "
+            f"memory ({room / 2**30:.3g} GiB)"
+        )
+    if seconds is not None and seconds > time_limit:
+        return (
+            f"skipped, for it would take about {seconds:.3g} s, more than time_limit={time_limit:g}"
+        )
+    return None
+
+
+def known_bytes(points: Sequence[Point], batch_size: int) -> float | None:
+    """The peak of the largest batch measured so far, grown to another one; None without one."""
+    peaks = [point.peak_bytes / point.length for point in points if point.peak_bytes]
+    return batch_size * peaks[-1] if peaks else None
+
+
+def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | None:
+    """Bytes; of a GPU's memory where one is measured, None where it is unknown.
+
+    Args:
+        described: what `machine` returns.
+    """
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // 2
+    size: int | None = described["memory_bytes"]
+    return None if size is None else size // 2
+
+
+def heading(name: str, device: torch.device, threads: int, seed: int) -> dict[str, Any]:
+    """The entries that every result starts with."""
+    from imagegen.benchmark.machine import machine
+    from imagegen.benchmark.memory import meter_for
+    from imagegen.provenance import commit, versions
+
+    meter = meter_for(device)
+    return {
+        "benchmark": name,
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(device),
+        "device": str(device),
+        "threads": threads,
+        "seed": seed,
+        "memory_meter": meter.name if meter else None,
+        **versions(),
+        "commit": commit(),
+    }
+
+
+def where(result: Mapping[str, Any]) -> str:
+    """The machine and the versions in a line, with a full stop."""
+    machine = result["machine"]
+    place = machine["gpu"] or f"{machine['processor']}, {result['threads']} threads"
+    commit = f", commit {result['commit']}" if result.get("commit") else ""
+    return (
+        f"{place}; PyTorch {result['torch_version']}; "
+        f"imagegen {result['imagegen_version']}{commit}."
+    )

@@ -1,0 +1,101 @@
+"""A training step of a whole model; what `train` measures in a process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imagegen.benchmark.contestants import Trainer
+from imagegen.benchmark.setting import Setting
+
+if TYPE_CHECKING:
+    import torch
+else:  # Annotations are checked in tests; torch is not to be imported for them.
+    torch = Any
+
+CLIP = 1.0
+"""Norm to which gradients are clipped, as `conf/trainer` has it."""
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """Forward and backward pass, gradient clipping and optimizer; a job for a `Worker`.
+
+    The images are random. A step with one image comes first, so that weights, their gradients and
+    the optimizer's own numbers are not counted in the peak memory of a step.
+
+    Attributes:
+        trainer: what trains.
+        optimizer: `_target_` and options, `_partial_`.
+        batch_size: images of a step.
+    """
+
+    trainer: Trainer
+    setting: Setting
+    optimizer: dict[str, Any]
+    batch_size: int
+    threads: int
+    device: str
+
+    def prepare(self) -> Callable[[], None]:
+        """Build the model and its optimizer; returns the step."""
+        import torch
+        from hydra.utils import instantiate
+
+        torch.manual_seed(self.setting.seed % 2**63)
+        module, loss = self._module()
+        optimizer = instantiate(self.optimizer)(module.parameters())
+        spec = self.setting.spec
+        shape = (self.batch_size, spec["height"], spec["width"], spec["channels"])
+        images = torch.randint(0, spec["levels"], shape, dtype=torch.uint8, device=self.device)
+        kind = torch.device(self.device).type
+
+        def step(images: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            with torch.autocast(kind, torch.bfloat16, enabled=self.trainer.bf16):
+                value = loss(images)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+            optimizer.step()
+
+        step(images[:1])
+        return_free_memory()
+        return lambda: step(images)
+
+    def _module(self) -> tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+        if self.trainer.peer:
+            from imagegen.benchmark.peer_library import PeerTrainer
+
+            peer = PeerTrainer(self.setting, self.trainer.attention, self.device)
+            return peer.train(), peer.loss
+        model = self.setting.build(self.trainer.attention).to(self.device).train()
+        return model, lambda images: model.bits_per_dim(images).mean()
+
+
+def return_free_memory() -> None:
+    """Give memory that the allocator holds on to back, where it is glibc's.
+
+    What is left of a small step would otherwise be used by a measured one, and not be counted.
+    """
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16; it computes with them painfully else."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    # Names of Linux: x86's AVX-512 and AMX, and those of 64-bit ARM.
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(text.split()))
