@@ -32,7 +32,12 @@ def report(error: BaseException, job: str = "") -> None:
         if place:
             print(f"error{place}: see above", file=sys.stderr)
     else:
-        print(f"error{place}: {sentence}", file=sys.stderr)
+        print(f"error{place}: {_shown(sentence)}", file=sys.stderr)
+
+
+def _shown(sentence: str) -> str:
+    """In one line and harmless to a terminal, whatever was typed and is quoted in it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
 
 
 def describe(error: BaseException) -> str | None:
