@@ -13,6 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from imagegen.decode.compile import compiled
+from imagegen.decode.matmul import prefetch
 
 LANES = 8
 FLOAT = 4  # bytes
@@ -69,12 +70,17 @@ def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) ->
         builder.store(zero, total)
     values = [builder.load(pointer(v, j), align=FLOAT) for j in columns] if updates else []
     with cgutils.for_range(builder, d) as loop:
-        row = builder.add(
-            state, builder.mul(loop.index, builder.mul(stride, ir.Constant(stride.type, FLOAT)))
-        )
+        four = ir.Constant(stride.type, FLOAT)
+        row = builder.add(state, builder.mul(loop.index, builder.mul(stride, four)))
         query = spread(q, loop.index)
         if updates:
             kept, key = spread(decay, loop.index), spread(k, loop.index)
+        if updates:
+            # Each head may lie in a page of its own, and processors do not look beyond a page.
+            following = builder.add(row, builder.mul(d, builder.mul(stride, four)))
+            for j in range(0, vectors, 2):
+                ahead = builder.add(following, ir.Constant(row.type, j * LANES * FLOAT))
+                prefetch(builder, ahead)
         for j in columns:
             now = builder.load(pointer(row, j), align=FLOAT)
             if updates:
