@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from imagegen.block import Block
 from imagegen.errors import UserError
 from imagegen.model import NO_LABEL, ImageTransformer
+from imagegen.state_tensors import named_tensors, with_tensors
 
 
 class SingleStep(nn.Module):
@@ -37,7 +37,7 @@ class SingleStep(nn.Module):
         self.register_buffer("contexts", table)
         self.initial = dataclasses.replace(self.initial, context=None)
         self.state = {
-            name: tensor for name, tensor in _named_tensors(self.initial) if tensor.numel() > 0
+            name: tensor for name, tensor in named_tensors(self.initial) if tensor.numel() > 0
         }
 
     def forward(self, token: Tensor, position: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -51,10 +51,10 @@ class SingleStep(nn.Module):
             else:
                 context = context.expand(batch, -1)
         given = dict(zip(self.state, others, strict=True))
-        before = _with_tensors(self.initial, given, "", position, batch)
+        before = with_tensors(self.initial, given, "", position, batch)
         before = dataclasses.replace(before, context=context)
         parameters, after = self.model.step(token.to(torch.uint8), before)
-        found = dict(_named_tensors(after))
+        found = dict(named_tensors(after))
         return parameters, *(found[name] for name in self.state)
 
     def inputs(self, batch: int) -> dict[str, Tensor]:
@@ -99,39 +99,3 @@ def _replace_bags(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.EmbeddingBag) and child.mode == "sum":
                 setattr(module, name, _SummedEmbedding(child.weight.detach()))
-
-
-def _named_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state and of the states in it, by the names of their inputs."""
-    for name, value in _parts(state, prefix):
-        if isinstance(value, Tensor):
-            yield name, value
-        elif not isinstance(value, int | None):
-            yield from _named_tensors(value, f"{name}.")
-
-
-def _with_tensors(
-    initial: Any, given: Mapping[str, Tensor], prefix: str, position: Tensor, batch: Any
-) -> Any:
-    """A state like `initial` of the given tensors; whole numbers in it count positions."""
-
-    def changed(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return given[name] if name in given else value.new_zeros(batch, *value.shape[1:])
-        if isinstance(value, int):
-            return position
-        return None if value is None else _with_tensors(value, given, f"{name}.", position, batch)
-
-    parts = [changed(name, value) for name, value in _parts(initial, prefix)]
-    if isinstance(initial, list):
-        return parts
-    fields = [field.name for field in dataclasses.fields(initial)]
-    return dataclasses.replace(initial, **dict(zip(fields, parts, strict=True)))
-
-
-def _parts(state: Any, prefix: str) -> list[tuple[str, Any]]:
-    """The entries of a list or the fields of a dataclass, by name."""
-    if isinstance(state, list):
-        return [(f"{prefix}{index}", value) for index, value in enumerate(state)]
-    names = [field.name for field in dataclasses.fields(state)]
-    return [(prefix + name, getattr(state, name)) for name in names]

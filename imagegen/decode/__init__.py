@@ -110,7 +110,7 @@ def choose_decoder(
     decoder = _decoder(model, precision)
     if isinstance(decoder, Decoder):
         return decoder
-    _say(f"without compiled loops: {decoder}")
+    say(f"without compiled loops: {decoder}")
     return None
 
 
@@ -139,6 +139,8 @@ def parameters_as_drawn(
 
 def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     """A compiled decoder of the model, or why there is none."""
+    if model.device.type == "cuda":
+        return _on_gpu(model, precision)
     try:
         fused = _fused()
     except Exception as error:  # Numba missing, too old, or at odds with another package
@@ -152,12 +154,21 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     bits = BITS[precision]
     if bits < 32 and not is_supported():
         if precision != "auto":
-            _say(f"in float32, for the processor has no instructions for {precision}")
+            say(f"in float32, for the processor has no instructions for {precision}")
         bits = 32
     decoder: Decoder = fused.FusedDecoder(model, bits)
     if first_use(_folder(), decoder.variant):
-        _say("for the first time: compiling the loop for this machine takes seconds, once")
+        say("for the first time: compiling the loop for this machine takes seconds, once")
     return decoder
+
+
+def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:
+    from imagegen.decode.graph import GraphDecoder, why_not
+
+    if precision not in ("auto", "32"):
+        say(f"in float32, for {precision} is for CPUs")
+    reason = why_not(model)
+    return GraphDecoder(model) if reason is None else reason
 
 
 @functools.cache
@@ -178,5 +189,6 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Say once how images are drawn."""
     print(f"drawing {text}", file=sys.stderr, flush=True)

@@ -223,7 +223,7 @@ def test_other_models_fall_back_and_say_so_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(decode, "SHORTEST", 1)
-    decode._say.cache_clear()
+    decode.say.cache_clear()
     model = tiny_model(ImageSpec(4, 4, 1, 17), **options)
     assert reason in str(why_not(model))
     with pytest.raises(ValueError, match=reason):

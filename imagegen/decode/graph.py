@@ -1,0 +1,223 @@
+"""Generation on a GPU: a step is recorded once, as a CUDA graph, and then only replayed.
+
+At a small batch, a GPU waits for the program that tells it what to do next; a graph tells it the
+whole step at once. The graph reads and writes the same memory each time, so the state, the position
+and the random numbers lie in tensors that stay where they are.
+
+Axes: `b` batch, `n` position, `s` value a step, `u` uniform number, `p` parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64, UInt8
+from torch import Tensor
+
+from imagegen.decode import Decoder, say
+from imagegen.heads.controls import Controls
+from imagegen.model import ImageTransformer, ModelState
+from imagegen.state_tensors import named_tensors, with_tensors
+
+_WARM_UP = 3
+"""Steps before the recording, in which libraries choose their algorithms and allocate."""
+
+
+@dataclass
+class _Recorded:
+    """Tensors that a recorded step reads and writes, and the step itself.
+
+    Attributes:
+        state: all that the model carries, the position a tensor.
+        kept: the state's tensors by name.
+        position: of the next step, shared by the states of all layers.
+        index: how many values have been drawn.
+        parameters: of the distribution of the next value to draw.
+        noise: uniform numbers of the values to draw, in their order.
+        drawn: the values, in their order.
+        replay: does one step.
+    """
+
+    state: ModelState
+    kept: dict[str, Tensor]
+    position: Int64[Tensor, ""]
+    index: Int64[Tensor, "1"]
+    parameters: Float[Tensor, "b p"]
+    noise: Float64[Tensor, "b n u"]
+    drawn: UInt8[Tensor, "b n s"]
+    replay: Callable[[], None]
+
+
+class GraphDecoder(Decoder):
+    """Draws from any model whose state keeps its size; see `why_not`.
+
+    Args:
+        model: is used as it lies there.
+        record: whether to record a graph; by default where the model lies on a CUDA device. The
+            same steps without one are for tests.
+    """
+
+    variant = "graph"
+    precision = "32"
+
+    def __init__(self, model: ImageTransformer, record: bool | None = None) -> None:
+        reason = why_not(model)
+        if reason is not None:
+            raise ValueError(reason)
+        self.model = model
+        self.record = model.device.type == "cuda" if record is None else record
+        self._recorded: dict[tuple[int, Controls], _Recorded] = {}
+
+    def draw(
+        self,
+        state: ModelState,
+        parameters: Float[Tensor, "rows p"],
+        sequence: UInt8[np.ndarray, "b n s"],
+        noise: Float[np.ndarray, "rows m u"],
+        controls: Controls,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """See `Decoder`."""
+        first, count = state.position - 1, len(sequence)
+        steps = sequence.shape[1] - first
+        step = self._step_for(state, parameters, controls)
+        self._fill(step, state, parameters, noise)
+        for done in range(steps - 1):
+            step.replay()
+            if progress is not None:
+                progress(count / steps)
+            # Not too far ahead, so that the progress is that of the device.
+            if self.record and done % 64 == 63:
+                torch.cuda.synchronize(self.model.device)
+        last = self.model.head.sample(step.parameters, step.noise[:, steps - 1], controls)
+        step.drawn[:, steps - 1] = last
+        if progress is not None:
+            progress(count / steps)
+        sequence[:, first:] = step.drawn[:count, :steps].cpu().numpy()
+
+    def parameters(
+        self,
+        sequence: UInt8[np.ndarray, "b n s"],
+        context: Float[np.ndarray, "b e"] | None = None,
+    ) -> Float[np.ndarray, "b n p"]:
+        """See `Decoder`; by PyTorch's own steps, which the graph repeats."""
+        model = self.model
+        state = model.initial_state(len(sequence))
+        if context is not None:
+            state.context = torch.from_numpy(context).to(model.device)
+        values: Tensor | None = None
+        result = []
+        for position in range(sequence.shape[1]):
+            found, state = model.step(values, state)
+            result.append(found.float().cpu().numpy())
+            values = torch.from_numpy(sequence[:, position]).to(model.device)
+        return np.stack(result, axis=1)
+
+    def _fill(
+        self,
+        step: _Recorded,
+        state: ModelState,
+        parameters: Tensor,
+        noise: Float[np.ndarray, "rows m u"],
+    ) -> None:
+        """Put a beginning into the tensors of a recorded step."""
+        given = dict(named_tensors(state))
+        for name, tensor in step.kept.items():
+            tensor.copy_(given[name])
+        step.position.fill_(state.position)
+        step.index.zero_()
+        step.parameters.copy_(parameters)
+        step.noise[:, : noise.shape[1]].copy_(torch.from_numpy(noise))
+
+    def _step_for(
+        self, state: ModelState, parameters: Float[Tensor, "b p"], controls: Controls
+    ) -> _Recorded:
+        key = (len(parameters), controls)
+        if key not in self._recorded:
+            step = self._static(state, parameters, controls)
+            if self.record:
+                try:
+                    step.replay = self._graph(step, state, parameters)
+                except RuntimeError as error:
+                    # An operation that no graph takes: the same steps, told one by one.
+                    say(f"without a CUDA graph: {str(error).splitlines()[0]}")
+            self._recorded[key] = step
+        return self._recorded[key]
+
+    def _static(
+        self, state: ModelState, parameters: Float[Tensor, "b p"], controls: Controls
+    ) -> _Recorded:
+        """Tensors of their own for a batch, and the step that goes from them to them."""
+        model, device, batch = self.model, self.model.device, len(parameters)
+        length, values = model.raster.length, model.raster.values_per_step
+        kept = {name: tensor.clone() for name, tensor in named_tensors(state)}
+        position = torch.zeros((), dtype=torch.int64, device=device)
+        static = with_tensors(state, kept, "", position, batch)
+        step = _Recorded(
+            state=static,
+            kept=kept,
+            position=position,
+            index=torch.zeros(1, dtype=torch.int64, device=device),
+            parameters=torch.empty_like(parameters),
+            noise=torch.full(
+                (batch, length, model.head.uniforms_per_step),
+                0.5,
+                dtype=torch.float64,
+                device=device,
+            ),
+            drawn=torch.zeros(batch, length, values, dtype=torch.uint8, device=device),
+            replay=lambda: None,
+        )
+
+        def go() -> None:
+            numbers = step.noise.index_select(1, step.index).squeeze(1)
+            levels = model.head.sample(step.parameters, numbers, controls).to(torch.uint8)
+            step.drawn.index_copy_(1, step.index, levels.unsqueeze(1))
+            found, after = model.step(levels, step.state)
+            for name, tensor in named_tensors(after):
+                if name in kept and tensor is not kept[name]:
+                    kept[name].copy_(tensor)
+            step.parameters.copy_(found)
+            step.position.add_(1)
+            step.index.add_(1)
+
+        step.replay = go
+        return step
+
+    def _graph(self, step: _Recorded, state: ModelState, parameters: Tensor) -> Callable[[], None]:
+        """Record the step. What the tensors hold afterwards is of no use."""
+        noise = np.full((len(parameters), 1, step.noise.shape[2]), 0.5)
+        self._fill(step, state, parameters, noise)
+        device = self.model.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                self._fill(step, state, parameters, noise)
+                step.replay()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._fill(step, state, parameters, noise)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step.replay()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+@torch.inference_mode()
+def why_not(model: ImageTransformer) -> str | None:
+    """Why a step of this model cannot be recorded; None where it can."""
+    before = model.initial_state(1)
+    shapes = [tensor.shape for _, tensor in named_tensors(before)]
+    was_training = model.training
+    model.eval()
+    try:
+        _, after = model.step(None, before)
+    finally:
+        model.train(was_training)
+    if shapes != [t.shape for _, t in named_tensors(after)]:
+        return "a state that grows with every step cannot be recorded"
+    return None
