@@ -145,11 +145,13 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
         fused = _fused()
     except Exception as error:  # Numba missing, too old, or at odds with another package
         return str(error)
-    reason: str | None = fused.why_not(model)
-    if reason is not None:
-        return reason
     from imagegen.decode.cache import first_use
     from imagegen.decode.integer import is_supported
+    from imagegen.decode.prepare import why_not
+
+    reason = why_not(model)
+    if reason is not None:
+        return reason
 
     bits = BITS[precision]
     if bits < 32 and not is_supported():

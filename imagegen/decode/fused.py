@@ -1,6 +1,6 @@
-"""Which models the compiled loops can draw from, and how their weights are prepared.
+"""Draws in compiled loops: micro-batches, teams of threads, and what they share.
 
-Axes: `b` batch, `n` position, `s` value a step, `u` uniform number.
+Axes: `b` batch, `n` position, `s` value a step, `u` uniform number, `p` parameter, `e` width.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ from typing import cast
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from torch import Tensor, nn
+from torch import Tensor
 
-from imagegen.block import Block, GatedLinearUnit
-from imagegen.decode import Decoder, mixers
+from imagegen.block import Block
+from imagegen.decode import Decoder
 from imagegen.decode.attention import work_size
-from imagegen.decode.elementwise import ACTIVATIONS
-from imagegen.decode.embedding import tables_of
 from imagegen.decode.integer import UNROLL
-from imagegen.decode.loop import Rows, Settings, Weights, run
-from imagegen.decode.matmul import PANEL, TILE_ROWS
-from imagegen.decode.matrix import Matrix, matrix
-from imagegen.decode.mixers import Mixer, MixSettings, angles, mixer_of, states_of
+from imagegen.decode.loop import Rows, run
+from imagegen.decode.matmul import TILE_ROWS
+from imagegen.decode.mixers import mixer_of, states_of
+from imagegen.decode.prepare import components_of, features_of, settings_of, weights_of, why_not
 from imagegen.decode.team import ABANDONED, abandon, team_flags
-from imagegen.embedding import Neighbourhood, ValueAndSinusoid
-from imagegen.heads.categorical import Categorical
 from imagegen.heads.controls import Controls
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 from imagegen.model import ImageTransformer, ModelState
@@ -57,7 +53,7 @@ class FusedDecoder(Decoder):
         self.mix = layers[0].settings
         self.precision = "32" if bits == 32 else f"int{bits}"
         self.variant = type(self.mix).__name__
-        self.weights = _weights(model, layers, bits)
+        self.weights = weights_of(model, layers, bits)
 
     def draw(
         self,
@@ -70,7 +66,7 @@ class FusedDecoder(Decoder):
     ) -> None:
         """See `Decoder`."""
         first, length = state.position - 1, sequence.shape[1]
-        settings = _settings(self.model, self.mix, controls)
+        settings = settings_of(self.model, self.mix, controls)
         teams, members = _teams(self.model, len(sequence))
         parts = _parts(len(sequence), teams)
         flags = [team_flags() for _ in range(teams)]
@@ -120,7 +116,7 @@ class FusedDecoder(Decoder):
             state.context = torch.from_numpy(context)
         known = torch.zeros(count, self.weights.head.width)
         rows = self._rows(1, slice(0, count), state, known, sequence, np.zeros((count, 0, 0)))
-        settings, flags = _settings(self.model, self.mix, Controls()), team_flags()
+        settings, flags = settings_of(self.model, self.mix, Controls()), team_flags()
         features = cast(MixtureOfLogistics, self.model.head).projection.out_features
         result = np.empty((count, length, features), dtype=np.float32)
         for position in range(length):
@@ -167,7 +163,7 @@ class FusedDecoder(Decoder):
         ]
         s, z, keys, recent = (np.stack(arrays) for arrays in zip(*states, strict=True))
         inner = s.shape[2] * s.shape[4]
-        features = _features(model)
+        features = features_of(model)
         return Rows(
             s=s,
             z=z,
@@ -183,7 +179,7 @@ class FusedDecoder(Decoder):
             mixed=room(inner),
             hidden=room(weights.up.width),
             y=room(max(weights.out.width, weights.down.width)),
-            choices=np.zeros((members, _components(model)), dtype=np.float64),
+            choices=np.zeros((members, components_of(model)), dtype=np.float64),
             work=np.zeros(
                 (members, work_size(s.shape[3], s.shape[4], sequence.shape[1])), np.float32
             ),
@@ -206,115 +202,3 @@ def _parts(rows: int, teams: int) -> list[slice]:
     wanted = max(teams, math.ceil(rows / MICRO_BATCH))
     size = math.ceil(math.ceil(rows / wanted) / TILE_ROWS) * TILE_ROWS
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def why_not(model: ImageTransformer) -> str | None:
-    """Why the compiled loop cannot draw from this model; None where it can."""
-    if model.norm.weight.dtype != torch.float32:
-        return f"weights of {str(model.norm.weight.dtype).removeprefix('torch.')}"
-    if model.device.type != "cpu":
-        return "the model does not lie on the CPU"
-    if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-        return "weights that are not finite"
-    if not isinstance(model.embedding, (ValueAndSinusoid, Neighbourhood)):
-        return f"no tables for {type(model.embedding).__name__}"
-    if not isinstance(model.head, (MixtureOfLogistics, Categorical)):
-        return f"no sampler for {type(model.head).__name__}"
-    blocks = cast(list[Block], list(model.blocks))
-    if len({type(block.attention) for block in blocks}) > 1:
-        return "no loop for several mechanisms"
-    for block in blocks:
-        reason = mixers.why_not(block.attention)
-        if reason is not None:
-            return reason
-        if block.convolution is not None:
-            return "no loop for convolutions"
-    return None
-
-
-def _matrix(layers: list[nn.Linear], bits: int) -> Matrix:
-    weights = [layer.weight.detach().float().numpy() for layer in layers]
-    return matrix(weights, [layer.bias.detach().float().numpy() for layer in layers], bits)
-
-
-def _groups(layers: list[Mixer], bits: int) -> Matrix:
-    """The projections to the heads' groups, each group padded to whole panels."""
-    _, group, inputs = layers[0].weight.shape
-    padding = (0, -group % PANEL)
-    weights = [np.pad(layer.weight, ((0, 0), padding, (0, 0))) for layer in layers]
-    biases = [np.pad(layer.bias, ((0, 0), padding)) for layer in layers]
-    return matrix([w.reshape(-1, inputs) for w in weights], [b.reshape(-1) for b in biases], bits)
-
-
-def _norm(norm: nn.Module) -> np.ndarray:
-    weight = cast(Tensor, norm.weight).detach().float().numpy()
-    bias = getattr(norm, "bias", None)
-    zero = np.zeros_like(weight)
-    return np.stack([weight, zero if bias is None else bias.detach().float().numpy()])
-
-
-def _components(model: ImageTransformer) -> int:
-    """Of the mixture; or levels."""
-    head = model.head
-    return head.n_mixtures if isinstance(head, MixtureOfLogistics) else model.spec.levels
-
-
-def _features(model: ImageTransformer) -> int:
-    """Of the feed-forward layer."""
-    return cast(nn.Linear, cast(Block, model.blocks[0]).feed_forward[-1]).in_features
-
-
-def _scales(block: Block, width: int) -> np.ndarray:
-    ones = torch.ones(width)
-    scales = [ones if t is None else t.detach().float() for t in (block.scale1, block.scale2)]
-    return torch.stack(scales).numpy()
-
-
-def _weights(model: ImageTransformer, layers: list[Mixer], bits: int) -> Weights:
-    tables = tables_of(cast(ValueAndSinusoid | Neighbourhood, model.embedding))
-    blocks = cast(list[Block], list(model.blocks))
-    return Weights(
-        tables.lags,
-        tables.inside,
-        tables.table,
-        tables.place,
-        mix=_groups(layers, bits),
-        rates=np.stack([layer.rates for layer in layers]),
-        mix_norm=np.stack([layer.norm for layer in layers]),
-        convolution=np.stack([layer.convolution for layer in layers]),
-        angles=angles(layers[0].settings.d, model.raster.length),
-        out=matrix(
-            [layer.out_weight for layer in layers], [layer.out_bias for layer in layers], bits
-        ),
-        up=_matrix([cast(nn.Linear, block.feed_forward[0]) for block in blocks], bits),
-        down=_matrix([cast(nn.Linear, block.feed_forward[-1]) for block in blocks], bits),
-        norms=np.stack([np.stack([_norm(block.norm1), _norm(block.norm2)]) for block in blocks]),
-        last_norm=_norm(model.norm),
-        scales=np.stack([_scales(block, model.embedding.d_model) for block in blocks]),
-        # The distribution's own numbers, and few: not rounded.
-        head=_matrix([cast(MixtureOfLogistics, model.head).projection], 32),
-    )
-
-
-def _settings(model: ImageTransformer, mix: MixSettings, controls: Controls) -> Settings:
-    block = cast(Block, model.blocks[0])
-    nonlinear = block.feed_forward[1]
-    gated = isinstance(nonlinear, GatedLinearUnit)
-    activation = nonlinear.activation if isinstance(nonlinear, GatedLinearUnit) else nonlinear
-    mixture = isinstance(model.head, MixtureOfLogistics)
-    given = cast(float | None, model.norm.eps)
-    eps = torch.finfo(torch.float32).eps if given is None else given  # RMSNorm's default
-    return Settings(
-        mix,
-        _features(model),
-        block.norm_first,
-        isinstance(model.norm, nn.LayerNorm),
-        np.float32(eps),
-        ACTIVATIONS[type(activation).__name__.lower()],
-        gated,
-        mixture,
-        _components(model),
-        model.spec.levels,
-        float(controls.for_mixture if mixture else controls.temperature),
-        float(controls.for_scale if mixture else 1.0),
-    )

@@ -12,8 +12,9 @@ import torch
 from imagegen import decode
 from imagegen.decode import choose_decoder
 from imagegen.decode.embedding import embed, tables_of
-from imagegen.decode.fused import FusedDecoder, why_not
+from imagegen.decode.fused import FusedDecoder
 from imagegen.decode.integer import is_supported
+from imagegen.decode.prepare import why_not
 from imagegen.generate import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
