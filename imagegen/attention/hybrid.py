@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -53,14 +54,13 @@ class HybridAttention(CausalAttention[AttentionState]):
                 "such as [linear,linear,softmax]."
             )
         configs = [_config(entry) for entry in pattern]
-        self.mechanism = build(
-            configs[self.layer % len(configs)],
-            CausalAttention,
-            d_model=d_model,
-            n_heads=n_heads,
-            head_dim=head_dim,
-            **context,
-        )
+        options = {"d_model": d_model, "n_heads": n_heads, "head_dim": head_dim, **context}
+        self.mechanism = build(configs[self.layer % len(configs)], CausalAttention, **options)
+        if self.layer == 0:
+            # Entries that no layer comes to are refused as well where they are wrong.
+            with torch.random.fork_rng(devices=[]):
+                for config in configs[1:]:
+                    build(config, CausalAttention, **options)
 
     def forward(
         self, x: Float[Tensor, "b n e"], state: AttentionState | None = None

@@ -88,3 +88,14 @@ def test_the_state_is_the_mechanisms_own() -> None:
     y, state = module(torch.randn(2, 10, 8))
     assert y.shape == (2, 10, 8)
     assert type(state) is type(module.mechanism.initial_state(2))
+
+
+def test_an_entry_that_no_layer_comes_to_is_refused_too() -> None:
+    pattern = ["linear", "linear", {"name": "local", "window": 0}]
+    with pytest.raises(UserError, match="window=0"):
+        HybridAttention(16, 2, pattern=pattern, layer=0)
+    torch.manual_seed(1)
+    alone = HybridAttention(16, 2, pattern=["linear"], layer=0)
+    torch.manual_seed(1)
+    first = HybridAttention(16, 2, pattern=["linear", "gla"], layer=0)
+    assert all(map(torch.equal, alone.state_dict().values(), first.state_dict().values()))
