@@ -12,8 +12,9 @@ from typing import no_type_check
 import numpy as np
 from numba import float32
 
+from imagegen.attention.delta import L2_EPS
 from imagegen.decode.compile import compiled, fast
-from imagegen.decode.elementwise import exp32, silu_, softplus32
+from imagegen.decode.elementwise import exp32, normalize_row, silu_, softplus32
 from imagegen.decode.mixers import (
     FEATURE_MAPS,
     FIXED,
@@ -24,10 +25,10 @@ from imagegen.decode.mixers import (
     NO_NORM,
     SILU,
 )
-from imagegen.decode.state import LANES, read, update_and_read
+from imagegen.decode.state import read, update_and_read
+from imagegen.decode.vectors import LANES
 
 ELU = FEATURE_MAPS["elu"]
-UNIT_EPS = 1e-6  # as in `imagegen.attention.delta`
 
 
 def work_size(d: int, m: int, length: int) -> int:
@@ -160,7 +161,7 @@ def _to_unit(x):
     square = float32(0.0)
     for i in range(x.shape[0]):
         square += x[i] * x[i]
-    factor = float32(1.0) / np.sqrt(square + float32(UNIT_EPS))
+    factor = float32(1.0) / np.sqrt(square + float32(L2_EPS))
     for i in range(x.shape[0]):
         x[i] *= factor
 
@@ -211,22 +212,6 @@ def _write(v, found, beta):
 def _times(x, y, out):
     for i in range(x.shape[0]):
         out[i] = x[i] * y[i]
-
-
-@no_type_check
-@fast()
-def _normalize(x, count, weight, bias, centred, eps):
-    """LayerNorm, or RMSNorm, of the first `count` features, in place."""
-    mean, square = float32(0.0), float32(0.0)
-    if centred:
-        for j in range(count):
-            mean += x[j]
-        mean /= float32(count)
-    for j in range(count):
-        square += (x[j] - mean) * (x[j] - mean)
-    factor = float32(1.0) / np.sqrt(square / float32(count) + eps)
-    for j in range(count):
-        x[j] = (x[j] - mean) * factor * weight[j] + bias[j]
 
 
 @no_type_check
@@ -283,6 +268,7 @@ def decayed_attention(given, s, recent, mix, rates, norm, convolution, angle, wo
                 _write(v, found, beta)
             update_and_read(s[r, h], decay, k, v, q, out)
             if mix.norm != NO_NORM:
-                _normalize(out, mix.true_m, norm[0], norm[1], mix.norm == LAYER_NORM, eps)
+                centred = mix.norm == LAYER_NORM
+                normalize_row(out, mix.true_m, norm[0], norm[1], eps, centred, out)
             if mix.gate != NO_GATE:
                 _gate(out, head[gate_at : gate_at + m], mix.gate)

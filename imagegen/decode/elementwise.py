@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import float32, int32, types
 from numba.extending import intrinsic
 
-from imagegen.decode.compile import fast, inline
+from imagegen.decode.compile import compiled, fast, inline
 
 RELU, GELU, SILU = 0, 1, 2
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU}
@@ -130,8 +130,7 @@ def activate(x, features, gated, kind, first, stop):
             for e in range(features):
                 row[e] = gelu32(row[e])
         else:
-            for e in range(features):
-                row[e] = row[e] / (float32(1.0) + exp32(-row[e]))
+            silu_(row[:features])
         if gated:
             for e in range(features):
                 row[e] *= row[features + e]
@@ -148,23 +147,39 @@ def copy(x, out, first, stop):
 
 @no_type_check
 @fast()
+def _moments(x, features, centred):
+    """Mean, 0 where not `centred`, and mean square distance from it, of the first features."""
+    mean = float32(0.0)
+    if centred:
+        for e in range(features):
+            mean += x[e]
+        mean /= float32(features)
+    square = float32(0.0)
+    for e in range(features):
+        difference = x[e] - mean
+        square += difference * difference
+    return mean, square / float32(features)
+
+
+@no_type_check
+@compiled()
+def normalize_row(x, features, weight, bias, eps, centred, out):
+    """LayerNorm, or RMSNorm where not `centred`, of the first features; `out` may be x.
+
+    Not with `FAST`, under which the result depends on whether it is.
+    """
+    mean, square = _moments(x, features, centred)
+    factor = float32(1.0) / np.sqrt(square + eps)
+    for e in range(features):
+        out[e] = (x[e] - mean) * factor * weight[e] + bias[e]
+
+
+@no_type_check
+@compiled()
 def normalize(x, weight, bias, eps, centred, out, first, stop):
-    """LayerNorm, or RMSNorm where not `centred`, of some rows of x into `out`, which may be x."""
-    features = weight.shape[0]
+    """`normalize_row` for the rows from `first` to `stop` - 1."""
     for r in range(first, stop):
-        row, target = x[r], out[r]
-        mean = float32(0.0)
-        if centred:
-            for e in range(features):
-                mean += row[e]
-            mean /= float32(features)
-        square = float32(0.0)
-        for e in range(features):
-            difference = row[e] - mean
-            square += difference * difference
-        factor = float32(1.0) / np.sqrt(square / float32(features) + eps)
-        for e in range(features):
-            target[e] = (row[e] - mean) * factor * weight[e] + bias[e]
+        normalize_row(x[r], weight.shape[0], weight, bias, eps, centred, out[r])
 
 
 @no_type_check

@@ -24,7 +24,22 @@ from numba.extending import intrinsic
 
 from imagegen.decode.compile import compiled, fast
 from imagegen.decode.elementwise import as_float
-from imagegen.decode.matmul import LANES, PANEL, TILE_ROWS, prefetch
+from imagegen.decode.matmul import PANEL, TILE_ROWS
+from imagegen.decode.vectors import (
+    FLOAT,
+    LANES,
+    floats,
+    fused_multiply_add,
+    load,
+    moved,
+    number,
+    prefetch,
+    scaled,
+    spread,
+    store,
+    whole,
+    wholes,
+)
 
 UNROLL = 2
 """Pairs in a turn of the innermost loop; inputs are padded to whole turns."""
@@ -121,68 +136,54 @@ def _tile(rows: int, bits: int) -> Any:
 
 def _emit(context: Any, builder: Any, args: Any, rows: int, bits: int) -> Any:
     a, a_stride, steps, b, scale, bias, c, c_stride, n = args
-    number, lane, short = ir.FloatType(), ir.IntType(32), ir.IntType(16)
-    floats, sums_type = ir.VectorType(number, LANES), ir.VectorType(lane, LANES)
-    pairs_type, stored = ir.VectorType(short, 2 * LANES), ir.VectorType(ir.IntType(bits), 2 * LANES)
-    columns = range(PANEL // LANES)
-    multiply_type = ir.FunctionType(sums_type, [pairs_type] * 2)
+    short = ir.VectorType(ir.IntType(16), 2 * LANES)
+    stored = ir.VectorType(ir.IntType(bits), 2 * LANES)
+    columns, line = range(PANEL // LANES), PANEL * 2 * bits // 8
+    multiply_type = ir.FunctionType(wholes, [short] * 2)
     multiply = cgutils.get_or_insert_function(
         builder.module, multiply_type, "llvm.x86.avx2.pmadd.wd"
     )
-    fma_type = ir.FunctionType(floats, [floats] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
-    everywhere = ir.Constant(ir.VectorType(lane, LANES), [0] * LANES)
-    line = PANEL * 2 * bits // 8
-
-    def at(address: Any, offset: int) -> Any:
-        return builder.add(address, ir.Constant(address.type, offset))
-
-    def load(address: Any, kind: Any, align: int) -> Any:
-        return builder.load(builder.inttoptr(address, ir.PointerType(kind)), align=align)
+    fma = fused_multiply_add(builder)
 
     def row(address: Any, stride: Any, r: int) -> Any:
-        return builder.add(address, builder.mul(stride, ir.Constant(stride.type, r)))
+        return builder.add(address, scaled(builder, stride, r))
 
-    def spread(value: Any, kind: Any) -> Any:
-        empty = ir.Constant(kind, ir.Undefined)
-        one = builder.insert_element(empty, value, ir.Constant(lane, 0))
-        return builder.shuffle_vector(one, empty, everywhere)
+    def column(address: Any, j: int) -> Any:
+        return load(builder, moved(builder, address, j * LANES * FLOAT), floats)
 
-    sums = [[cgutils.alloca_once(builder, sums_type) for _ in columns] for _ in range(rows)]
+    sums = [[cgutils.alloca_once(builder, wholes) for _ in columns] for _ in range(rows)]
     for r in range(rows):
         for j in columns:
-            builder.store(ir.Constant(sums_type, [0] * LANES), sums[r][j])
+            builder.store(ir.Constant(wholes, [0] * LANES), sums[r][j])
     a_rows = [row(a, a_stride, r) for r in range(rows)]
     # The processor takes in little more a cycle than the products and sums themselves, so that
     # the rest of the loop is shared by several pairs.
-    bytes_ = ir.Constant(b.type, line * UNROLL)
     with cgutils.for_range(builder, builder.udiv(n, ir.Constant(n.type, UNROLL))) as loop:
-        start = builder.add(b, builder.mul(loop.index, bytes_))
-        offset = builder.mul(loop.index, ir.Constant(a.type, 4 * UNROLL))
-        ahead = builder.add(start, builder.mul(n, ir.Constant(b.type, line)))
+        start = builder.add(b, scaled(builder, loop.index, line * UNROLL))
+        offset = scaled(builder, loop.index, 4 * UNROLL)
+        ahead = builder.add(start, scaled(builder, n, line))
         for u in range(UNROLL):
             if u * line % 64 == 0:
-                prefetch(builder, at(ahead, u * line))
-            panel = at(start, u * line)
+                prefetch(builder, moved(builder, ahead, u * line))
+            panel = moved(builder, start, u * line)
             weights = [
-                load(at(panel, j * line // len(columns)), stored, bits // 8) for j in columns
+                load(builder, moved(builder, panel, j * line // len(columns)), stored, bits // 8)
+                for j in columns
             ]
             if bits < 16:
-                weights = [builder.sext(weight, pairs_type) for weight in weights]
+                weights = [builder.sext(weight, short) for weight in weights]
             for r in range(rows):
-                pair = load(at(builder.add(a_rows[r], offset), 4 * u), lane, 2)
-                both = builder.bitcast(spread(pair, sums_type), pairs_type)
+                place = moved(builder, builder.add(a_rows[r], offset), 4 * u)
+                both = builder.bitcast(spread(builder, load(builder, place, whole, 2)), short)
                 for j in columns:
                     product = builder.call(multiply, [both, weights[j]])
                     builder.store(builder.add(builder.load(sums[r][j]), product), sums[r][j])
     for r in range(rows):
-        step = spread(load(at(steps, 4 * r), number, 4), floats)
+        step = spread(builder, load(builder, moved(builder, steps, FLOAT * r), number))
         for j in columns:
-            factor = load(at(scale, j * LANES * 4), floats, 4)
-            total = builder.fmul(builder.sitofp(builder.load(sums[r][j]), floats), factor)
-            total = builder.call(fma, [total, step, load(at(bias, j * LANES * 4), floats, 4)])
-            target = at(row(c, c_stride, r), j * LANES * 4)
-            builder.store(total, builder.inttoptr(target, ir.PointerType(floats)), align=4)
+            total = builder.sitofp(builder.load(sums[r][j]), floats)
+            total = fma(builder.fmul(total, column(scale, j)), step, column(bias, j))
+            store(builder, total, moved(builder, row(c, c_stride, r), j * LANES * FLOAT))
     return context.get_dummy_value()
 
 

@@ -15,17 +15,27 @@ from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import Float
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from imagegen.decode.compile import compiled
+from imagegen.decode.vectors import (
+    FLOAT,
+    LANES,
+    floats,
+    fused_multiply_add,
+    load,
+    moved,
+    number,
+    prefetch,
+    scaled,
+    spread,
+    store,
+)
 
 PANEL = 16
 TILE_ROWS = 6
-LANES = 8
-FLOAT = 4  # bytes
 
 
 def pack(weight: Float[np.ndarray, "o i"]) -> Float[np.ndarray, "t i p"]:
@@ -42,19 +52,6 @@ def pad(bias: Float[np.ndarray, "o"]) -> Float[np.ndarray, "o_padded"]:
     padded = np.zeros(-(-len(bias) // PANEL) * PANEL, dtype=np.float32)
     padded[: len(bias)] = bias
     return padded
-
-
-def prefetch(builder: Any, address: Any) -> None:
-    """Ask for the line at an address, which need not be that of anything, to be read.
-
-    Weights come from beyond the caches of a core; the next panel is asked for during this one.
-    """
-    byte, flag = ir.PointerType(ir.IntType(8)), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte] + [flag] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    read, low_locality, data = 0, 2, 1
-    arguments = [ir.Constant(flag, value) for value in (read, low_locality, data)]
-    builder.call(function, [builder.inttoptr(address, byte), *arguments])
 
 
 def _tile(rows: int) -> Any:
@@ -74,48 +71,33 @@ def _tile(rows: int) -> Any:
 
 def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
     a, a_stride, b, start, c, c_stride, n = args
-    scalar, lane = ir.FloatType(), ir.IntType(32)
-    vector = ir.VectorType(scalar, LANES)
-    columns = range(PANEL // LANES)
-    fma_type = ir.FunctionType(vector, [vector] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
-
-    def at(address: Any, offset: int) -> Any:
-        return builder.add(address, ir.Constant(address.type, offset))
-
-    def load(address: Any, kind: Any) -> Any:
-        return builder.load(builder.inttoptr(address, ir.PointerType(kind)), align=FLOAT)
+    columns, line = range(PANEL // LANES), PANEL * FLOAT
+    fma = fused_multiply_add(builder)
 
     def row(address: Any, stride: Any, r: int) -> Any:
-        return builder.add(address, builder.mul(stride, ir.Constant(stride.type, r * FLOAT)))
+        return builder.add(address, scaled(builder, stride, r * FLOAT))
 
     # LLVM keeps these in registers.
-    sums = [[cgutils.alloca_once(builder, vector) for _ in columns] for _ in range(rows)]
+    sums = [[cgutils.alloca_once(builder, floats) for _ in columns] for _ in range(rows)]
     for j in columns:
-        first = load(at(start, j * LANES * FLOAT), vector)
+        first = load(builder, moved(builder, start, j * LANES * FLOAT), floats)
         for r in range(rows):
             builder.store(first, sums[r][j])
-    everywhere = ir.Constant(ir.VectorType(lane, LANES), [0] * LANES)
-    empty = ir.Constant(vector, ir.Undefined)
     a_rows = [row(a, a_stride, r) for r in range(rows)]
     with cgutils.for_range(builder, n) as loop:
-        panel = builder.add(b, builder.mul(loop.index, ir.Constant(b.type, PANEL * FLOAT)))
-        weights = [load(at(panel, j * LANES * FLOAT), vector) for j in columns]
-        ahead = builder.add(panel, builder.mul(n, ir.Constant(b.type, PANEL * FLOAT)))
-        prefetch(builder, ahead)
-        offset = builder.mul(loop.index, ir.Constant(a.type, FLOAT))
+        panel = builder.add(b, scaled(builder, loop.index, line))
+        weights = [load(builder, moved(builder, panel, j * LANES * FLOAT), floats) for j in columns]
+        # Weights come from beyond the caches of a core: the next panel's during this one.
+        prefetch(builder, builder.add(panel, scaled(builder, n, line)))
+        offset = scaled(builder, loop.index, FLOAT)
         for r in range(rows):
-            value = load(builder.add(a_rows[r], offset), scalar)
-            one = builder.insert_element(empty, value, ir.Constant(lane, 0))
-            spread = builder.shuffle_vector(one, empty, everywhere)
+            value = spread(builder, load(builder, builder.add(a_rows[r], offset), number))
             for j in columns:
-                total = builder.call(fma, [spread, weights[j], builder.load(sums[r][j])])
-                builder.store(total, sums[r][j])
+                builder.store(fma(value, weights[j], builder.load(sums[r][j])), sums[r][j])
     for r in range(rows):
         for j in columns:
-            address = at(row(c, c_stride, r), j * LANES * FLOAT)
-            target = builder.inttoptr(address, ir.PointerType(vector))
-            builder.store(builder.load(sums[r][j]), target, align=FLOAT)
+            target = moved(builder, row(c, c_stride, r), j * LANES * FLOAT)
+            store(builder, builder.load(sums[r][j]), target)
     return context.get_dummy_value()
 
 

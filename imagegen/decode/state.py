@@ -13,10 +13,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from imagegen.decode.compile import compiled
-from imagegen.decode.matmul import prefetch
-
-LANES = 8
-FLOAT = 4  # bytes
+from imagegen.decode.vectors import (
+    FLOAT,
+    LANES,
+    floats,
+    fused_multiply_add,
+    load,
+    moved,
+    number,
+    prefetch,
+    scaled,
+    spread,
+    store,
+)
 
 
 def _pass(vectors: int, updates: bool) -> Any:
@@ -46,49 +55,40 @@ def _pass(vectors: int, updates: bool) -> Any:
 
 def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) -> Any:
     state, stride, decay, k, q, v, out, d = args
-    scalar, lane = ir.FloatType(), ir.IntType(32)
-    vector = ir.VectorType(scalar, LANES)
     columns = range(vectors)
-    fma_type = ir.FunctionType(vector, [vector] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
-    everywhere = ir.Constant(ir.VectorType(lane, LANES), [0] * LANES)
+    fma = fused_multiply_add(builder)
+    bytes_a_row = scaled(builder, stride, FLOAT)
 
-    def pointer(address: Any, j: int) -> Any:
-        moved = builder.add(address, ir.Constant(address.type, j * LANES * FLOAT))
-        return builder.inttoptr(moved, ir.PointerType(vector))
+    def column(address: Any, j: int) -> Any:
+        return moved(builder, address, j * LANES * FLOAT)
 
-    def spread(address: Any, index: Any) -> Any:
-        at = builder.add(address, builder.mul(index, ir.Constant(index.type, FLOAT)))
-        value = builder.load(builder.inttoptr(at, ir.PointerType(scalar)), align=FLOAT)
-        empty = ir.Constant(vector, ir.Undefined)
-        one = builder.insert_element(empty, value, ir.Constant(lane, 0))
-        return builder.shuffle_vector(one, empty, everywhere)
+    def feature(address: Any, index: Any) -> Any:
+        return spread(
+            builder, load(builder, builder.add(address, scaled(builder, index, FLOAT)), number)
+        )
 
-    zero = ir.Constant(vector, [0.0] * LANES)
-    sums = [cgutils.alloca_once(builder, vector) for _ in columns]
+    zero = ir.Constant(floats, [0.0] * LANES)
+    sums = [cgutils.alloca_once(builder, floats) for _ in columns]
     for total in sums:
         builder.store(zero, total)
-    values = [builder.load(pointer(v, j), align=FLOAT) for j in columns] if updates else []
+    values = [load(builder, column(v, j), floats) for j in columns] if updates else []
     with cgutils.for_range(builder, d) as loop:
-        four = ir.Constant(stride.type, FLOAT)
-        row = builder.add(state, builder.mul(loop.index, builder.mul(stride, four)))
-        query = spread(q, loop.index)
+        row = builder.add(state, builder.mul(loop.index, bytes_a_row))
+        query = feature(q, loop.index)
         if updates:
-            kept, key = spread(decay, loop.index), spread(k, loop.index)
-        if updates:
+            kept, key = feature(decay, loop.index), feature(k, loop.index)
             # Each head may lie in a page of its own, and processors do not look beyond a page.
-            following = builder.add(row, builder.mul(d, builder.mul(stride, four)))
+            following = builder.add(row, builder.mul(d, bytes_a_row))
             for j in range(0, vectors, 2):
-                ahead = builder.add(following, ir.Constant(row.type, j * LANES * FLOAT))
-                prefetch(builder, ahead)
+                prefetch(builder, column(following, j))
         for j in columns:
-            now = builder.load(pointer(row, j), align=FLOAT)
+            now = load(builder, column(row, j), floats)
             if updates:
-                now = builder.call(fma, [key, values[j], builder.fmul(kept, now)])
-                builder.store(now, pointer(row, j), align=FLOAT)
-            builder.store(builder.call(fma, [query, now, builder.load(sums[j])]), sums[j])
+                now = fma(key, values[j], builder.fmul(kept, now))
+                store(builder, now, column(row, j))
+            builder.store(fma(query, now, builder.load(sums[j])), sums[j])
     for j in columns:
-        builder.store(builder.load(sums[j]), pointer(out, j), align=FLOAT)
+        store(builder, builder.load(sums[j]), column(out, j))
     return context.get_dummy_value()
 
 
