@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from imagegen.sample_options import SampleOptions
 
 if TYPE_CHECKING:
     from imagegen.checkpoint import LoadedCheckpoint
+    from imagegen.drawing import Drawing
     from imagegen.model import ImageTransformer
     from imagegen.spec import ImageSpec
 else:  # Annotations are checked in tests; these are imported late.
-    LoadedCheckpoint = ImageTransformer = ImageSpec = Any
+    Drawing = LoadedCheckpoint = ImageTransformer = ImageSpec = Any
 
 DEFAULT_IMAGES = 8
 
@@ -91,12 +92,12 @@ class Completions:
         self,
         model: ImageTransformer,
         options: SampleOptions,
-        labels: Sequence[int] | None,
+        drawing: Drawing,
         partial: Partial,
     ) -> None:
         self.model = model
         self.options = options
-        self.labels = labels
+        self.drawing = drawing
         self.partial = partial
         self.n = len(partial.images)
 
@@ -148,12 +149,8 @@ class Completions:
             self.partial.images,
             self.partial.visible_rows,
             chosen,
-            seed=self.options.seed,
-            controls=self.options.controls,
-            labels=self.labels,
+            drawing=replace(self.drawing, progress=progress),
             batch_size=self.options.batch_size,
-            precision=self.options.precision,
-            progress=progress,
         ):
             yield pairs, to_display(levels, self.model.spec.levels)
 

@@ -77,9 +77,11 @@ class Drawing:
         """What a user asks for, checked.
 
         Raises:
-            UserError: for labels or controls that the model does not have, or a precision that
-            there is not.
+            UserError: for labels or controls that the model does not have, or a seed or precision
+            that there is not.
         """
+        if not 0 <= seed < 2**64:
+            raise UserError(f"seed={seed} must lie between 0 and 2^64 - 1.")
         controls = controls or Controls()
         model.head.check(controls)
         if labels is not None:
@@ -90,6 +92,11 @@ class Drawing:
             )
         chosen = None if labels is None else tuple(labels)
         return cls(seed, controls, chosen, progress, choose_decoder(model, controls, precision))
+
+    @property
+    def loop(self) -> str:
+        """Which code draws: images of one differ from those of another by rounding."""
+        return "torch" if self.decoder is None else f"compiled, {self.decoder.precision}"
 
     @property
     def copies(self) -> int:

@@ -60,33 +60,15 @@ def generate(
     """
     _check("n", n, 1)
     _check("start", start, 0)
-    return draw_images(
-        model,
-        range(start, start + n),
-        seed=seed,
-        controls=controls,
-        labels=labels,
-        batch_size=batch_size,
-        precision=precision,
-        progress=progress,
-    )
+    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
+    return draw_images(model, range(start, start + n), drawing, batch_size)
 
 
 def draw_images(
-    model: ImageTransformer,
-    chosen: Sequence[int],
-    *,
-    seed: int = 0,
-    controls: Controls | None = None,
-    labels: Sequence[int] | None = None,
-    batch_size: int | None = None,
-    precision: str = "auto",
-    progress: Progress | None = None,
+    model: ImageTransformer, chosen: Sequence[int], drawing: Drawing, batch_size: int | None = None
 ) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
     """`generate` for any choice of the images of a seed, drawn in the order given."""
-    batch_size = _checked_settings(seed, batch_size)
-    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
-    return _draw(model, chosen, drawing, batch_size)
+    return _draw(model, chosen, drawing, _checked_batch(batch_size))
 
 
 def _draw(
@@ -134,21 +116,12 @@ def complete(
         UserError: as `generate`.
     """
     _check("completions", completions, 1)
-    pieces = draw_completions(
-        model,
-        images,
-        visible_rows,
-        [(image, fork) for image in range(len(images)) for fork in range(completions)],
-        seed=seed,
-        controls=controls,
-        labels=labels,
-        batch_size=batch_size,
-        precision=precision,
-        progress=progress,
-    )
+    chosen = [(image, fork) for image in range(len(images)) for fork in range(completions)]
+    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
     result = np.repeat(images[:, None], completions, axis=1)
-    for chosen, drawn in pieces:
-        result[tuple(zip(*chosen, strict=True))] = drawn
+    pieces = draw_completions(model, images, visible_rows, chosen, drawing, batch_size)
+    for pairs, drawn in pieces:
+        result[tuple(zip(*pairs, strict=True))] = drawn
     return result
 
 
@@ -157,13 +130,8 @@ def draw_completions(
     images: UInt8[np.ndarray, "n h w c"],
     visible_rows: Sequence[int],
     chosen: Sequence[tuple[int, int]],
-    *,
-    seed: int = 0,
-    controls: Controls | None = None,
-    labels: Sequence[int] | None = None,
+    drawing: Drawing,
     batch_size: int | None = None,
-    precision: str = "auto",
-    progress: Progress | None = None,
 ) -> Iterator[tuple[list[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
     """`complete` for any choice of (image, completion), as they are finished.
 
@@ -171,8 +139,7 @@ def draw_completions(
         Which they are and their levels, at most batch_size at a time; those of images that show as
         many rows, and lack the same completions, come together.
     """
-    batch_size = _checked_settings(seed, batch_size)
-    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
+    batch_size = _checked_batch(batch_size)
     height = model.spec.height
     if len(visible_rows) != len(images):
         raise UserError(f"visible rows are given for {len(visible_rows)} of {len(images)} images.")
@@ -249,9 +216,7 @@ def _check(name: str, value: int, low: int) -> None:
         raise UserError(f"{name}={value} must be at least {low}.")
 
 
-def _checked_settings(seed: int, batch_size: int | None) -> int:
-    if not 0 <= seed < 2**64:
-        raise UserError(f"seed={seed} must lie between 0 and 2^64 - 1.")
+def _checked_batch(batch_size: int | None) -> int:
     if batch_size is None:
         return DEFAULT_BATCH
     _check("batch_size", batch_size, 1)

@@ -113,6 +113,14 @@ def lock_folder(folder: Path, shared: bool = False) -> int | None:
     return descriptor
 
 
+def remove_leftovers(*folders: Path) -> None:
+    """Remove files that killed processes were writing into the folders."""
+    for folder in folders:
+        for leftover in folder.glob(f".*{_PARTIAL}"):
+            if leftover.is_file():
+                leftover.unlink(missing_ok=True)
+
+
 def write_atomic(path: Path, data: bytes | str, sync: bool = True) -> None:
     """Write a file whole: under a temporary name next to it, then renamed over it.
 

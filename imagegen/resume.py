@@ -15,7 +15,7 @@ from typing import Any
 
 from imagegen.cli import PROJECT_ROOT, is_first_process
 from imagegen.errors import UserError
-from imagegen.output import lock_folder
+from imagegen.output import lock_folder, remove_leftovers
 
 LAST = Path("checkpoints", "last.ckpt")
 """Where a run folder keeps the checkpoint to continue from."""
@@ -141,7 +141,7 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
     refuse_used_folder({"resume": True if resuming else None}, folder)
     try:
         lock = lock_folder(folder)
-        _remove_leftovers(folder)
+        remove_leftovers(folder, folder / LAST.parent, folder / "samples")
     except BlockingIOError as error:
         raise UserError(
             f"another run is writing to {folder}; wait for it to end, or choose another "
@@ -160,14 +160,6 @@ def quote(value: str) -> str:
 
     # OmegaConf would take ${...} for an interpolation.
     return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run was writing."""
-    for place in (folder, folder / LAST.parent, folder / "samples"):
-        for leftover in place.glob(".*.partial"):
-            if leftover.is_file():
-                leftover.unlink(missing_ok=True)
 
 
 def _parse(text: str) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from imagegen.errors import UserError
+from imagegen.output import lock_folder
 
 STATES = ("running", "finished", "interrupted", "failed", "crashed")
 ORDERS = ("best", "folder", "state")
@@ -87,18 +88,11 @@ def read_run(folder: Path) -> Run:
 def is_locked(folder: Path) -> bool:
     """Whether a run holds the folder; False where the system has no locks."""
     try:
-        import fcntl
-    except ImportError:  # Windows
-        return False
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
         # Shared, so that several readers do not take each other for a run.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        descriptor = lock_folder(folder, shared=True)
     except BlockingIOError:
         return True
-    except OSError:  # Some network file systems
-        return False
-    finally:
+    if descriptor is not None:
         os.close(descriptor)
     return False
 

@@ -21,7 +21,7 @@ from jaxtyping import UInt8
 
 from imagegen.errors import UserError
 from imagegen.images import encode_png, save_png
-from imagegen.output import lock_folder, made_folder, staged_folder, write_atomic
+from imagegen.output import lock_folder, made_folder, remove_leftovers, staged_folder, write_atomic
 
 MANIFEST = "manifest.json"
 OWNED = ("grid.png", "images", MANIFEST)
@@ -84,10 +84,7 @@ class JobFolder:
         self._write_manifest({**self.settings, **result, "state": FINISHED})
         self.state = FINISHED
         if self.lock is None or _is_alone(self.lock):
-            for folder in (self.path, self.path / "images"):
-                for leftover in folder.glob(".*.partial"):
-                    if leftover.is_file():
-                        leftover.unlink(missing_ok=True)
+            remove_leftovers(self.path, self.path / "images")
 
     def take_back(self) -> None:
         """Remove what `begin` has made if nothing was drawn; else say how to go on."""

@@ -7,7 +7,7 @@ that was stopped can be continued; see `imagegen.sample_folder`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -27,9 +27,10 @@ from imagegen.sample_folder import FINISHED, JobFolder, check_out, job_folder
 from imagegen.sample_options import SampleOptions
 
 if TYPE_CHECKING:
+    from imagegen.drawing import Drawing
     from imagegen.model import ImageTransformer
-else:  # Annotations are checked in tests; the model is imported late.
-    ImageTransformer = Any
+else:  # Annotations are checked in tests; these are imported late.
+    Drawing = ImageTransformer = Any
 
 DEFAULT_IMAGES = 64
 MAX_COLUMNS = 32  # labels side by side in a grid
@@ -88,9 +89,12 @@ def run(config: Mapping[str, Any]) -> Path:
     labels = opt.labels_of(options.label, names, model.n_classes)
     work: Work
     if options.task == "complete":
-        work = Completions(model, options, labels, read_partial(source.loaded, options))
+        partial = read_partial(source.loaded, options)
+        drawing = _drawing(model, options, labels)
+        work = Completions(model, options, drawing, partial)
     else:
-        work = Samples(model, options, labels, names)
+        drawing = _drawing(model, options, labels)
+        work = Samples(model, options, drawing, names)
     settings = {
         "task": options.task,
         **source.to_dict(),
@@ -103,7 +107,7 @@ def run(config: Mapping[str, Any]) -> Path:
         "image_shape": list(model.spec.shape),
         "levels": model.spec.levels,
         "device": device.type,
-        "loop": _loop(model, options, labels),
+        "loop": drawing.loop,
         **versions(),
     }
     shared = options.part is not None
@@ -169,12 +173,12 @@ class Samples:
         self,
         model: ImageTransformer,
         options: SampleOptions,
-        labels: Sequence[int] | None,
+        drawing: Drawing,
         class_names: Sequence[str] | None,
     ) -> None:
         self.model = model
         self.options = options
-        self.labels = labels
+        self.drawing = drawing
         self.class_names = class_names
         self.n = options.n or DEFAULT_IMAGES
 
@@ -196,12 +200,8 @@ class Samples:
         for batch in draw_images(
             self.model,
             chosen,
-            seed=self.options.seed,
-            controls=self.options.controls,
-            labels=self.labels,
+            drawing=replace(self.drawing, progress=progress),
             batch_size=self.options.batch_size,
-            precision=self.options.precision,
-            progress=progress,
         ):
             yield list(islice(waiting, len(batch))), to_display(batch, self.model.spec.levels)
 
@@ -209,7 +209,7 @@ class Samples:
         spec = self.model.spec
         limit = min(self.n, grid_limit(spec.height, spec.width))
         images = np.stack([read_image(folder / _name(i), spec.channels) for i in range(limit)])
-        return _labelled_grid(images, self.labels, self.class_names), {"images": limit}
+        return _labelled_grid(images, self.drawing.labels, self.class_names), {"images": limit}
 
     def said(self, drawn: int, images: int) -> str:
         return f"{drawn} images"
@@ -231,16 +231,12 @@ def _default_batch() -> int:
     return DEFAULT_BATCH
 
 
-def _loop(model: ImageTransformer, options: SampleOptions, labels: Sequence[int] | None) -> str:
-    """Which code draws, for the images of one differ from those of the other by rounding.
-
-    Raises:
-        UserError: for labels or controls that the model does not have.
-    """
+def _drawing(
+    model: ImageTransformer, options: SampleOptions, labels: Sequence[int] | None
+) -> Drawing:
     from imagegen.drawing import Drawing
 
-    drawing = Drawing.of(model, options.seed, options.controls, labels, None, options.precision)
-    return "torch" if drawing.decoder is None else f"compiled, {drawing.decoder.precision}"
+    return Drawing.of(model, options.seed, options.controls, labels, None, options.precision)
 
 
 def _labelled_grid(
