@@ -1,17 +1,20 @@
-"""What the sub-commands share: options, spreads of repeats, refusals of what would not fit."""
+"""What the sub-commands share: options, refusals of what would not fit, spreads, writing."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imagegen import options as opt
-from imagegen.benchmark.measure import Point
+from imagegen.benchmark.measure import Plan, Point, Runner, measure
 from imagegen.errors import UserError
+from imagegen.output import staged_folder, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +27,10 @@ class Common:
     """How often and how long to measure, on what, and where to write.
 
     Attributes:
-        batch_sizes: ascending.
         repeats, budget, time_limit: see `Plan`.
         threads: PyTorch's choice for None.
     """
 
-    batch_sizes: tuple[int, ...]
     repeats: int
     budget: float
     time_limit: float
@@ -39,24 +40,23 @@ class Common:
     out: Path
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], name: str) -> Common:
+    def from_config(cls, config: Mapping[str, Any], folder: str) -> Common:
         """Check the plain values of a `conf/benchmark_*.yaml`.
 
         Args:
-            name: of the sub-command.
+            folder: where results go by default.
 
         Raises:
             UserError: naming the first option that cannot be.
         """
         return cls(
-            batch_sizes=ascending(config["batch_sizes"], "batch_sizes", "[1,16]"),
             repeats=opt.whole_number(config["repeats"], "repeats", 1),
             budget=opt.positive_number(config["budget"], "budget"),
             time_limit=opt.positive_number(config["time_limit"], "time_limit"),
             threads=opt.optional_whole_number(config["threads"], "threads", 1),
             device=str(config["device"]),
             seed=opt.whole_number(config["seed"], "seed", 0, opt.MAX_SEED),
-            out=opt.out_folder(config["out"], f"outputs/benchmark-{name}"),
+            out=opt.out_folder(config["out"], folder),
         )
 
 
@@ -128,7 +128,7 @@ def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | 
     return None if size is None else size // 2
 
 
-def heading(name: str, device: torch.device, threads: int, seed: int) -> dict[str, Any]:
+def heading(name: str, device: torch.device, threads: int) -> dict[str, Any]:
     """The entries that every result starts with."""
     from imagegen.benchmark.machine import machine
     from imagegen.benchmark.memory import meter_for
@@ -141,19 +141,60 @@ def heading(name: str, device: torch.device, threads: int, seed: int) -> dict[st
         "machine": machine(device),
         "device": str(device),
         "threads": threads,
-        "seed": seed,
         "memory_meter": meter.name if meter else None,
         **versions(),
         "commit": commit(),
     }
 
 
-def where(result: Mapping[str, Any]) -> str:
-    """The machine and the versions in a line, with a full stop."""
-    machine = result["machine"]
-    place = machine["gpu"] or f"{machine['processor']}, {result['threads']} threads"
-    commit = f", commit {result['commit']}" if result.get("commit") else ""
-    return (
-        f"{place}; PyTorch {result['torch_version']}; "
-        f"imagegen {result['imagegen_version']}{commit}."
-    )
+def measured_points(
+    names: Sequence[str],
+    plan: Plan,
+    start: Callable[[str, int], Runner],
+    refuse: Callable[[str, int, Sequence[Point]], str | None] | None = None,
+) -> dict[str, list[Point]]:
+    """`measure`, telling on stderr.
+
+    Raises:
+        UserError: where nothing at all could be measured, saying why.
+    """
+    points = measure(names, plan, start, lambda line: print(line, file=sys.stderr), refuse)
+    if not any(point.steps for each in points.values() for point in each):
+        reasons = sorted({str(each[0].reason) for each in points.values()})
+        raise UserError(f"nothing could be measured: {'; '.join(reasons)}.")
+    return points
+
+
+def publish(
+    name: str,
+    out: Path,
+    measured: Callable[[], dict[str, Any]],
+    markdown: Callable[[Mapping[str, Any]], str],
+    said: str,
+    plot: Callable[[Mapping[str, Any]], bytes | None] | None = None,
+) -> dict[str, Any]:
+    """Measure, write `NAME.json`, `NAME.md` and, with `plot`, `NAME.png`; print where they are.
+
+    Args:
+        name: of the sub-command.
+        out: the folder; an earlier result there is replaced.
+        measured: makes the result.
+        said: what has been measured, in words.
+
+    Returns:
+        The result.
+    """
+    picture = None
+    files = [f"{name}.{kind}" for kind in ("json", "md", "png")[: 3 if plot else 2]]
+    with staged_folder(out, owned=files) as folder:
+        result = measured()
+        write_atomic(folder / f"{name}.json", json.dumps(result, indent=2) + "\n")
+        write_atomic(folder / f"{name}.md", markdown(result))
+        picture = None if plot is None else plot(result)
+        if picture is not None:
+            write_atomic(folder / f"{name}.png", picture)
+    print(f"{said} in {result['seconds']:.0f} s: {out}")
+    print(f"look at {out / f'{name}.md'}")
+    if plot is not None and picture is None:
+        print("no plot was drawn, for that takes matplotlib: pip install -e '.[plot]'")
+    return result

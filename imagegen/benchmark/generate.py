@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from imagegen import options as opt
-from imagegen.benchmark.common import Common, half_of_memory, heading, known_bytes, spread, too_much
+from imagegen.benchmark.common import (
+    Common,
+    ascending,
+    half_of_memory,
+    heading,
+    known_bytes,
+    measured_points,
+    publish,
+    spread,
+    too_much,
+)
 from imagegen.benchmark.contestants import DRAWERS, Drawer, choose_contestants
 from imagegen.benchmark.positions import positions_of, seconds_together
 from imagegen.benchmark.setting import FLOAT, Costs, Setting
 from imagegen.cli import hydra_entry
-from imagegen.errors import UserError
-from imagegen.output import staged_folder, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +33,6 @@ if TYPE_CHECKING:
 
 MATRIX, COPIED = 2048, 2**28
 """Rows of the matrices and bytes of the copy from which the machine's ceilings are taken."""
-
-OWNED = ("generate.json", "generate.md", "generate.png")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class GenerateOptions:
     positions: tuple[int, ...]
     steps: int
     piece: float
+    batch_sizes: tuple[int, ...]
     common: Common
 
     @classmethod
@@ -51,13 +56,14 @@ class GenerateOptions:
             UserError: naming the first option that cannot be.
         """
         contestants = choose_contestants(config["contestants"], DRAWERS)
-        common = Common.from_config(config, name)
+        common = Common.from_config(config, f"outputs/benchmark-{name}")
+        batch_sizes = ascending(config["batch_sizes"], "batch_sizes", "[1,16]")
         steps = opt.whole_number(config["steps"], "steps", 1)
         piece = opt.positive_number(config["piece"], "piece")
         setting = Setting.from_config(config, common.seed)
         costs = Costs.of(setting.build("linear"))
         positions = positions_of(config["positions"], steps, costs.length)
-        return cls(contestants, setting, costs, positions, steps, piece, common)
+        return cls(contestants, setting, costs, positions, steps, piece, batch_sizes, common)
 
 
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,20 +79,15 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     from imagegen.benchmark.plot import plot_generation
 
     options = GenerateOptions.from_config(opt.plain(config))
-    out = options.common.out
     device = opt.resolve_device(options.common.device)
-    with staged_folder(out, owned=OWNED) as folder:
-        result = measured(options, device)
-        write_atomic(folder / "generate.json", json.dumps(result, indent=2) + "\n")
-        write_atomic(folder / "generate.md", markdown(result))
-        picture = plot_generation(result)
-        if picture is not None:
-            write_atomic(folder / "generate.png", picture)
-    print(f"{len(options.contestants)} contestants in {result['seconds']:.0f} s: {out}")
-    print(f"look at {out / 'generate.md'}")
-    if picture is None:
-        print("no plot was drawn, for that takes matplotlib: pip install -e '.[plot]'")
-    return result
+    return publish(
+        "generate",
+        options.common.out,
+        lambda: measured(options, device),
+        markdown,
+        f"{len(options.contestants)} contestants",
+        plot_generation,
+    )
 
 
 def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
@@ -101,16 +102,16 @@ def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
     import torch
 
     from imagegen.benchmark.generation_step import GenerationStep
-    from imagegen.benchmark.measure import Plan, measure
+    from imagegen.benchmark.measure import Plan
     from imagegen.benchmark.worker import Worker
 
     common, costs = options.common, options.costs
     threads = common.threads or torch.get_num_threads()
     # Before the work, whose load would be in it.
-    head = heading("generate", device, threads, common.seed)
+    head = heading("generate", device, threads)
     room = half_of_memory(head["machine"], device)
     plan = Plan(
-        common.batch_sizes,
+        options.batch_sizes,
         common.repeats,
         common.budget,
         common.time_limit,
@@ -143,14 +144,10 @@ def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
         size = max(size, known_bytes(points, batch_size) or 0)
         return too_much(expected, common.time_limit, size, room)
 
-    points = measure(
-        list(options.contestants), plan, start, lambda line: print(line, file=sys.stderr), refuse
-    )
-    if not any(point.steps for each in points.values() for point in each):
-        reasons = sorted({str(each[0].reason) for each in points.values()})
-        raise UserError(f"nothing could be measured: {'; '.join(reasons)}.")
+    points = measured_points(list(options.contestants), plan, start, refuse)
     return {
         **head,
+        "seed": common.seed,
         "seconds": perf_counter() - started,
         "model": options.setting.describe(),
         "sentence": options.setting.sentence(),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from imagegen.benchmark.common import ratio, where
+from imagegen.benchmark.common import ratio
 from imagegen.benchmark.published import DIFFERENCES, PUBLISHED
-from imagegen.benchmark.report import digits
+from imagegen.benchmark.tables import digits, not_measured, ranged, rows, where
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -56,31 +56,12 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     if result["paper"]:
         lines += ["", *_published(contestants, result["paper"], bool(result["machine"]["gpu"]))]
-    missing = [
-        f"- {one['title']} at {batch['batch_size']:,}: {batch['not_measured']}."
+    lines += not_measured(
+        (one["title"], batch["batch_size"], batch["not_measured"])
         for one in contestants
         for batch in one["batches"]
-        if batch["not_measured"]
-    ]
-    if missing:
-        lines += ["", "Not measured:", "", *missing]
+    )
     return "\n".join(lines) + "\n"
-
-
-def ranged(values: Mapping[str, float] | None, text: Callable[[float], str] = digits) -> str:
-    """A median with its spread."""
-    if values is None:
-        return "–"
-    least, most = text(values["least"]), text(values["most"])
-    middle = text(values["median"])
-    return middle if least == most else f"{middle} ({least} – {most})"
-
-
-def rows(table: Sequence[Sequence[str]]) -> list[str]:
-    """A table whose first row is its head; the first column to the left, all others right."""
-    head, *rest = table
-    marks = ["---", *["---:"] * (len(head) - 1)]
-    return ["| " + " | ".join(row) + " |" for row in (head, marks, *rest)]
 
 
 def at_batch(contestant: Mapping[str, Any], batch_size: int | None) -> Mapping[str, Any] | None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from imagegen.benchmark.common import where
 from imagegen.benchmark.contestants import PEER
-from imagegen.benchmark.generate_report import ranged, rows
-from imagegen.benchmark.report import digits
+from imagegen.benchmark.tables import digits, not_measured, ranged, rows, where
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -34,12 +32,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         *rows(table),
     ]
-    missing = [
-        f"- {one['title']} at {batch['batch_size']:,}: {batch['not_measured']}."
+    lines += not_measured(
+        (one["title"], batch["batch_size"], batch["not_measured"])
         for one in (*drawn["contestants"], *trained["contestants"])
         for batch in one["batches"]
-        if batch["not_measured"]
-    ]
-    if missing:
-        lines += ["", "Not measured:", "", *missing]
+    )
     return "\n".join(lines) + "\n"

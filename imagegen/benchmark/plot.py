@@ -22,13 +22,11 @@ def plot(result: Mapping[str, Any]) -> bytes | None:
     Returns:
         None where matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = _figure()
+    if figure is None:
         return None
+    import matplotlib
 
-    figure = Figure(figsize=(13, 6), dpi=110, layout="constrained")
     lengths = result["plan"]["lengths"]
     colors = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     for axes, (key, (label, unit)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
@@ -66,12 +64,9 @@ def plot_generation(result: Mapping[str, Any]) -> bytes | None:
     Returns:
         None where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = _figure()
+    if figure is None:
         return None
-
-    figure = Figure(figsize=(13, 6), dpi=110, layout="constrained")
     time, rate = figure.subplots(1, 2)
     batch_sizes = result["plan"]["lengths"]
     middles = [position + (result["steps"] + 1) / 2 for position in result["positions"]]
@@ -113,6 +108,15 @@ def plot_generation(result: Mapping[str, Any]) -> bytes | None:
         axes.grid(alpha=0.3)
     figure.legend(handles=lines, loc="outside right upper", fontsize="small")
     return _png(figure)
+
+
+def _figure() -> Any:
+    """Room for two panels; None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    return Figure(figsize=(13, 6), dpi=110, layout="constrained")
 
 
 def _png(figure: Any) -> bytes:

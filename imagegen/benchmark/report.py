@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from imagegen.benchmark.measure import Point
+from imagegen.benchmark.tables import digits, not_measured, rows, where
 from imagegen.benchmark.worker import Measured
 
 DOUBLINGS = 3
@@ -62,16 +63,12 @@ def plain_step(step: Measured) -> dict[str, Any]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """Two tables, time and memory, with what one needs to read them."""
-    model, machine = result["model"], result["machine"]
-    where = machine["gpu"] or f"{machine['processor']}, {result['threads']} threads"
+    model = result["model"]
     lines = [
         "# A training step against the length of the sequence",
         "",
         f"{model['n_layers']} layers, d_model={model['d_model']}, n_heads={model['n_heads']}, "
-        f"batch_size={model['batch_size']}, {model['dtype']}; {where}; "
-        f"PyTorch {result['torch_version']}; imagegen {result['imagegen_version']}"
-        + (f", commit {result['commit']}" if result.get("commit") else "")
-        + ".",
+        f"batch_size={model['batch_size']}, {model['dtype']}; {where(result)}",
         "",
         f"Median of up to {result['plan']['repeats']} steps after one that warms up, mechanisms "
         f"{_order(result['plan']['memory_bytes'])}; where the first "
@@ -90,33 +87,23 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         *_table(result, "peak_bytes", lambda size: digits(size / 2**20)),
     ]
-    missing = [
-        f"- {each['name']} at {point['length']:,}: {point['not_measured']}."
+    lines += not_measured(
+        (each["name"], point["length"], point["not_measured"])
         for each in result["mechanisms"]
         for point in each["points"]
-        if point["not_measured"]
-    ]
-    if missing:
-        lines += ["", "Not measured:", "", *missing]
+    )
     return "\n".join(lines) + "\n"
 
 
 def _table(result: Mapping[str, Any], key: str, text: Callable[[float], str]) -> list[str]:
     head = ["mechanism", *(f"{length:,}" for length in result["plan"]["lengths"]), "a doubling"]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    table = [head]
     for each in result["mechanisms"]:
         values = [point[key] for point in each["points"]]
         factor = each["growth"][key]
         cells = ["–" if value is None else text(value) for value in values]
-        rows.append([each["name"], *cells, "–" if factor is None else f"×{factor:.2f}"])
-    return ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def digits(value: float) -> str:
-    """Three digits, or all before the point."""
-    if value <= 0:
-        return "0"
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+        table.append([each["name"], *cells, "–" if factor is None else f"×{factor:.2f}"])
+    return rows(table)
 
 
 def _order(memory_bytes: int) -> str:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from imagegen import options as opt
-from imagegen.benchmark.common import Common, half_of_memory, heading, known_bytes, spread, too_much
+from imagegen.benchmark.common import (
+    Common,
+    ascending,
+    half_of_memory,
+    heading,
+    known_bytes,
+    measured_points,
+    publish,
+    spread,
+    too_much,
+)
 from imagegen.benchmark.contestants import TRAINERS, Trainer, choose_contestants
 from imagegen.benchmark.setting import FLOAT, Costs, Setting
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
-from imagegen.output import staged_folder, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +30,6 @@ if TYPE_CHECKING:
 
     from imagegen.benchmark.measure import Point
 
-OWNED = ("train.json", "train.md")
 _GUESS = 2**28
 """Bytes that an image is expected to take where nothing is known yet."""
 
@@ -36,6 +42,7 @@ class TrainOptions:
     setting: Setting
     costs: Costs
     optimizer: dict[str, Any]
+    batch_sizes: tuple[int, ...]
     common: Common
 
     @classmethod
@@ -48,7 +55,8 @@ class TrainOptions:
         from hydra.utils import instantiate
 
         contestants = choose_contestants(config["contestants"], TRAINERS)
-        common = Common.from_config(config, name)
+        common = Common.from_config(config, f"outputs/benchmark-{name}")
+        batch_sizes = ascending(config["batch_sizes"], "batch_sizes", "[1,16]")
         setting = Setting.from_config(config, common.seed)
         model = setting.build("linear")
         optimizer = dict(config["optimizer"])
@@ -56,7 +64,7 @@ class TrainOptions:
             instantiate(optimizer)(model.parameters())
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer is refused: {error}.") from error
-        return cls(contestants, setting, Costs.of(model), optimizer, common)
+        return cls(contestants, setting, Costs.of(model), optimizer, batch_sizes, common)
 
 
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,15 +79,14 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     from imagegen.benchmark.train_report import markdown
 
     options = TrainOptions.from_config(opt.plain(config))
-    out = options.common.out
     device = opt.resolve_device(options.common.device)
-    with staged_folder(out, owned=OWNED) as folder:
-        result = measured(options, device)
-        write_atomic(folder / "train.json", json.dumps(result, indent=2) + "\n")
-        write_atomic(folder / "train.md", markdown(result))
-    print(f"{len(options.contestants)} contestants in {result['seconds']:.0f} s: {out}")
-    print(f"look at {out / 'train.md'}")
-    return result
+    return publish(
+        "train",
+        options.common.out,
+        lambda: measured(options, device),
+        markdown,
+        f"{len(options.contestants)} contestants",
+    )
 
 
 def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
@@ -93,17 +100,17 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
     """
     import torch
 
-    from imagegen.benchmark.measure import Plan, measure
+    from imagegen.benchmark.measure import Plan
     from imagegen.benchmark.model_step import CLIP, ModelStep, has_bf16
     from imagegen.benchmark.worker import Worker
 
     common = options.common
     threads = common.threads or torch.get_num_threads()
     # Before the work, whose load would be in it.
-    head = heading("train", device, threads, common.seed)
+    head = heading("train", device, threads)
     room, bf16 = half_of_memory(head["machine"], device), has_bf16(device)
     plan = Plan(
-        common.batch_sizes,
+        options.batch_sizes,
         common.repeats,
         common.budget,
         common.time_limit,
@@ -136,14 +143,10 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
         return too_much(expected, common.time_limit, size, room)
 
     started = perf_counter()
-    points = measure(
-        list(options.contestants), plan, start, lambda line: print(line, file=sys.stderr), refuse
-    )
-    if not any(point.steps for each in points.values() for point in each):
-        reasons = sorted({str(each[0].reason) for each in points.values()})
-        raise UserError(f"nothing could be measured: {'; '.join(reasons)}.")
+    points = measured_points(list(options.contestants), plan, start, refuse)
     return {
         **head,
+        "seed": common.seed,
         "seconds": perf_counter() - started,
         "model": options.setting.describe(),
         "sentence": options.setting.sentence(),

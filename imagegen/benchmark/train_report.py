@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from imagegen.benchmark.common import ratio, where
-from imagegen.benchmark.generate_report import ranged, rows
-from imagegen.benchmark.report import digits
+from imagegen.benchmark.common import ratio
+from imagegen.benchmark.tables import digits, not_measured, ranged, rows, where
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -51,14 +50,11 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         *table(lambda batch: _mebibytes(batch["peak_bytes"])),
     ]
-    missing = [
-        f"- {one['title']} at {batch['batch_size']:,}: {batch['not_measured']}."
+    lines += not_measured(
+        (one["title"], batch["batch_size"], batch["not_measured"])
         for one in contestants
         for batch in one["batches"]
-        if batch["not_measured"]
-    ]
-    if missing:
-        lines += ["", "Not measured:", "", *missing]
+    )
     return "\n".join(lines) + "\n"
 
 

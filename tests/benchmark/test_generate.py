@@ -18,10 +18,11 @@ from imagegen.benchmark import generate, generation_step, plot
 from imagegen.benchmark.common import ratio, spread, too_much
 from imagegen.benchmark.contestants import DRAWERS, Drawer
 from imagegen.benchmark.generate import run
-from imagegen.benchmark.generate_report import markdown, ranged
+from imagegen.benchmark.generate_report import markdown
 from imagegen.benchmark.generation_step import Ceilings, GenerationStep
 from imagegen.benchmark.positions import positions_of, seconds_together
 from imagegen.benchmark.setting import Costs, Setting
+from imagegen.benchmark.tables import ranged
 from imagegen.cli import compose
 from imagegen.decode import Decoder
 from imagegen.errors import UserError
