@@ -25,10 +25,10 @@ def plot(result: Mapping[str, Any]) -> bytes | None:
     figure = _figure()
     if figure is None:
         return None
-    import matplotlib
+    from matplotlib import colormaps
 
     lengths = result["plan"]["lengths"]
-    colors = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
     for axes, (key, (label, unit)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         lines = []
         for index, each in enumerate(result["mechanisms"]):
@@ -113,6 +113,8 @@ def plot_generation(result: Mapping[str, Any]) -> bytes | None:
 def _figure() -> Any:
     """Room for two panels; None where matplotlib is not installed."""
     try:
+        # Named first: a part that is loaded already would be found without the package.
+        import matplotlib  # noqa: F401
         from matplotlib.figure import Figure
     except ImportError:
         return None
