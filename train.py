@@ -17,8 +17,10 @@ def rewrite(argv: list[str]) -> list[str]:
 @hydra_entry("train", rewrite=rewrite, check=refuse_used_folder)
 def main(config: DictConfig) -> float | None:
     """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
+    from imagegen.heap import keep_freed_memory
     from imagegen.run import train
 
+    keep_freed_memory()
     best: float | None = train(config)["best_bits_per_dim"]
     return best
 

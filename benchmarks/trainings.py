@@ -75,9 +75,11 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
     from imagegen.cli import compose
     from imagegen.data.base import ImageDataset
     from imagegen.generate import generate
+    from imagegen.heap import keep_freed_memory
     from imagegen.model import ImageTransformer
     from imagegen.model_options import model_options
 
+    keep_freed_memory()  # as train.py does
     made: dict[str, Any] = {}
     for row in table.rows:
         cfg = compose("train", [*table.options_of(row), "logger=none"])
