@@ -143,7 +143,9 @@ def _normalized(numerator: Tensor, normalizer: Tensor, eps: float, floor: float 
 
 
 class LinearAttention(CausalAttention[LinearState]):
-    """Multi-head linear attention, y_i = phi(q_i)^T S_i / phi(q_i)^T z_i (eq. 8 to 20).
+    """Multi-head linear attention, y_i = phi(q_i)^T S_i / phi(q_i)^T z_i (eq. 12).
+
+    S_i and z_i are the sums of eq. 10 and 11; eq. 16 to 20 are the same as a recurrent network.
 
     Args:
         feature_map: one of `feature_maps.FEATURE_MAPS`; `elu` (elu(x) + 1) is the paper's.
