@@ -88,7 +88,8 @@ def chunked_linear_attention(
             before = scale.new_full(scale.shape[:2], lowest)
         scale = F.pad(scale, padding, value=lowest)
         largest = torch.cat([before.unsqueeze(2), scale], dim=2).cummax(dim=2).values
-        before = largest[:, :, -1]
+        # A view would keep those of all positions with the state.
+        before = largest[:, :, -1].clone()
         scales = (chunks(scale), chunks(largest[:, :, 1:]), largest[:, :, :-1:chunk].flatten())
     # The padding follows the feature map, for phi(0) is not 0 and would count in the normaliser.
     if padding[1]:
