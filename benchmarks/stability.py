@@ -159,8 +159,12 @@ def _head(steps: int) -> str:
 
 {steps:,} random positions through each mechanism whose state has a constant size: `d_model` 8, two
 heads, all else as in `conf/attention/`. Errors are absolute differences from the parallel form of
-the same weights in float64; `bfloat16` is autocast, whose states stay in float32. The tolerances,
-in units of the root mean square (rms) of the outputs:
+the same weights in float64; `bfloat16` is autocast, whose states stay in float32.
+
+The states of `softmax`, `lsh` and `strided` (whose columns hold every earlier row) grow with the
+positions, so they are not among them; a hybrid does what its parts do.
+
+Tolerances, in units of the root mean square (rms) of the outputs:
 
 | precision | rms of the errors, and of the last {LAST:,} | largest error |
 |---|---|---|

@@ -120,8 +120,13 @@ class Favor(FeatureMap):
     """Positive orthogonal random features of exp(q^T k / sqrt(d)) (Choromanski et al., 2021).
 
     phi(x) = exp(-|x|^2 / 2) / sqrt(f) (exp(w_1^T x), ..., exp(w_f^T x)) for x = q or k over
-    d^(1/4) (eq. 5 and 7), where the w are N(0, I), orthogonal in blocks of d. They are drawn once,
-    for each head, and kept in the checkpoint; the paper draws them again now and then.
+    d^(1/4) (eq. 5 and 7), where the w are N(0, I), orthogonal in blocks of d.
+
+    They are drawn once, for each head, and kept in the checkpoint. They are not drawn again during
+    training, as the authors' code does in every call by default and performer-pytorch every 1,000
+    steps, which keeps weights from adapting to one draw. So training is deterministic, and a model
+    generates with the features that it was trained with; but it learns the kernel of its own draw,
+    whose error does not average out: other features, or softmax itself, do not fit its weights.
 
     The paper's code keeps the exponentials in range by their largest value over the whole sequence,
     which is not causal. Here each vector gives its features relative to its largest one; for keys

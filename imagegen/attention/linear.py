@@ -88,7 +88,8 @@ def chunked_linear_attention(
             before = scale.new_full(scale.shape[:2], lowest)
         scale = F.pad(scale, padding, value=lowest)
         largest = torch.cat([before.unsqueeze(2), scale], dim=2).cummax(dim=2).values
-        before = largest[:, :, -1]
+        # A view would keep those of all positions with the state.
+        before = largest[:, :, -1].clone()
         scales = (chunks(scale), chunks(largest[:, :, 1:]), largest[:, :, :-1:chunk].flatten())
     # The padding follows the feature map, for phi(0) is not 0 and would count in the normaliser.
     if padding[1]:
@@ -143,7 +144,9 @@ def _normalized(numerator: Tensor, normalizer: Tensor, eps: float, floor: float 
 
 
 class LinearAttention(CausalAttention[LinearState]):
-    """Multi-head linear attention, y_i = phi(q_i)^T S_i / phi(q_i)^T z_i (eq. 8 to 20).
+    """Multi-head linear attention, y_i = phi(q_i)^T S_i / phi(q_i)^T z_i (eq. 12).
+
+    S_i and z_i are the sums of eq. 10 and 11; eq. 16 to 20 are the same as a recurrent network.
 
     Args:
         feature_map: one of `feature_maps.FEATURE_MAPS`; `elu` (elu(x) + 1) is the paper's.

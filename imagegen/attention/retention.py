@@ -49,8 +49,11 @@ def rotated(x: Float[Tensor, "b h n d"], start: Position) -> Float[Tensor, "b h 
 class Retention(DecayAttention):
     """Gated multi-scale retention (eq. 8).
 
-    The normalisations of the scores in section 2.2 other than 1 / sqrt(d) are left out: they cancel
-    in the group norm, which normalises whatever scale the scores have.
+    Of the three normalisations of the scores ("Retention Score Normalization", section 2.2) only
+    1 / sqrt(d) is done. The others divide row n of D by sqrt(sum_m D_nm) and row n of the scores by
+    max(|sum_m R_nm|, 1). With `output_norm` a factor of a row cancels in the group norm, but for
+    its eps. Without it they would not cancel: the outputs are then those of eq. 5 over sqrt(d), and
+    their scale grows with the span of a head.
 
     Args:
         expand_v: value features of a head, as a multiple of head_dim; 2 in the paper.
@@ -104,6 +107,7 @@ class Retention(DecayAttention):
         head = torch.arange(self.n_heads, dtype=v.dtype, device=v.device)
         log_gamma = torch.log1p(-torch.exp2(-5 - head))
         log_decay = log_gamma.view(1, -1, 1, 1).expand(1, -1, x.shape[1], 1)
+        # No other normalisation of the scores: it would cancel in the norm, where there is one.
         return Inputs(q, k / self.key_dim**0.5, v, log_decay, conv)
 
     def _output(

@@ -29,7 +29,11 @@ class SoftmaxState(AttentionState):
 
 
 class SoftmaxAttention(CausalAttention[SoftmaxState]):
-    """Multi-head causal softmax attention (eq. 1 of Vaswani et al., 2017).
+    """Multi-head causal softmax attention (Vaswani et al., 2017, eq. 1).
+
+        Attention(Q, K, V) = softmax(Q K^T / sqrt(d)) V
+
+    over the positions up to each one (the mask of section 3.2.3).
 
     Args:
         context: see `CausalAttention`.

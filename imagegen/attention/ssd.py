@@ -35,7 +35,9 @@ class StateSpaceDuality(DecayAttention):
 
     Args:
         expand: features of x of all heads, as a multiple of n_heads * head_dim.
-        d_state: features of B and C, and so the height of the state of a head.
+        d_state: features of B and C, and so the height of the state of a head. The paper takes
+            64 or 128 (section 7.2), its code 128; here, where models are small, 64 halves the state
+            and the work on it.
         conv_size: positions that the short convolution over x, B and C sees; 0 for none.
         skip: whether D x_t is added to the output.
         output_gate: whether the output is gated by silu(z_t), before the norm.

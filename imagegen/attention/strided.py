@@ -84,16 +84,22 @@ def column_part(
 
 
 class StridedAttention(CausalAttention[StridedState]):
-    """Multi-head strided sparse attention, attend(X, S) (eq. 2 to 4, section 4.3).
+    """Multi-head strided sparse attention, attend(X, S) (section 4.2, eq. 2 to 4).
 
-    With l the length of a row, position i sees A1 = {max(0, i - l), ..., i}, the row before it, or
-    A2 = {j <= i: (i - j) mod l = 0}, its own column. Any two positions are then joined by a path
-    of two steps. The parallel form takes time n (l + n / l), so it is linear in the length while
-    the number of rows is fixed, and n^(3/2) for square images.
+        a(x_i, S_i) = softmax((W_q x_i) K_Si^T / sqrt(d)) V_Si
+        K_Si = (W_k x_j), V_Si = (W_v x_j) for all j in S_i
+
+    The patterns S are those of section 4.3. With l the length of a row, position i sees
+    A1 = {max(0, i - l), ..., i}, the row before it, or A2 = {j <= i: (i - j) mod l = 0}, its own
+    column. Any two positions are then joined by a path of two steps. The parallel form takes time
+    n (l + n / l), so it is linear in the length while the number of rows is fixed, and n^(3/2) for
+    square images.
 
     The state is of constant size where only A1 is seen. A column reaches up to the first row, and
-    the columns together hold every position: heads that see A2 keep all keys and values, one image
-    at most. A step nevertheless reads l + n / l of them only.
+    the columns together hold every position: heads that see A2 keep all keys and values. Their
+    state grows with every step, whatever the width of the images, up to the size of a whole image.
+    So `strided` is not among the mechanisms that are run for 65,536 steps in a state of constant
+    size (benchmarks/results/stability.md). A step nevertheless reads l + n / l positions only.
 
     Args:
         combine: how the two patterns are combined (section 5.1): `heads`, the first half of the

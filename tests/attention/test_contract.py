@@ -11,10 +11,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from imagegen.attention.base import CausalAttention
+from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.attention.feature_maps import FEATURE_MAPS
+from imagegen.attention.hybrid import HybridAttention
 from imagegen.attention.softmax import SoftmaxAttention
 from imagegen.build import build
+from imagegen.verify_checks import GROWING
 from tests.reference import reference
 
 CONF = Path(__file__).parents[2] / "conf" / "attention"
@@ -70,15 +72,30 @@ def _gradients(module: CausalAttention, x: Tensor, y: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad((y * weight).sum(), [x, *module.parameters()]))
 
 
-@pytest.mark.parametrize("length", LENGTHS[:-1])
+def _assert_close(gradients: list[Tensor], expected: list[Tensor]) -> None:
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
+
+
+def _splits(module: CausalAttention, length: int) -> list[int]:
+    """At both ends, in the middle, and around the first chunk, or what a mechanism has for one."""
+    mechanism = _mechanism(module)
+    sizes = [getattr(mechanism, name, 0) for name in ("chunk_size", "window", "stride")]
+    chunk = max(sizes) or 64
+    splits = {1, chunk - 1, chunk, chunk + 1, length // 2, length - 1}
+    return sorted(split for split in splits if 0 < split < length)
+
+
+def _mechanism(module: CausalAttention) -> CausalAttention:
+    return module.mechanism if isinstance(module, HybridAttention) else module
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 def test_parallel_form_is_the_reference(attention: CausalAttention, length: int) -> None:
-    x = _input(length).requires_grad_()
+    x = _input(length, batch=1 if length > 100 else 2).requires_grad_()
     y, expected = attention(x)[0], reference(attention, x)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-    for got, wanted in zip(
-        _gradients(attention, x, y), _gradients(attention, x, expected), strict=True
-    ):
-        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
+    _assert_close(_gradients(attention, x, y), _gradients(attention, x, expected))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -86,10 +103,7 @@ def test_steps_are_the_parallel_form(attention: CausalAttention, length: int) ->
     x = _input(length, batch=1 if length > 100 else 2).requires_grad_()
     expected, y = attention(x)[0], _stepped(attention, x)[0]
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-    for got, wanted in zip(
-        _gradients(attention, x, y), _gradients(attention, x, expected), strict=True
-    ):
-        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
+    _assert_close(_gradients(attention, x, y), _gradients(attention, x, expected))
 
 
 @torch.no_grad()
@@ -114,18 +128,25 @@ def test_every_split_continues(attention: CausalAttention, length: int) -> None:
         torch.testing.assert_close(stepped, expected[:, split:last], rtol=1e-10, atol=1e-10)
 
 
-def test_gradient_flows_through_a_split(attention: CausalAttention) -> None:
-    x = _input(65).requires_grad_()
-    prefix, state = attention(x[:, :30])
-    y = torch.cat([prefix, attention(x[:, 30:], state)[0]], dim=1)
-    for got, wanted in zip(
-        _gradients(attention, x, y), _gradients(attention, x, attention(x)[0]), strict=True
-    ):
-        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
+def test_gradients_flow_through_splits(attention: CausalAttention) -> None:
+    length = 130
+    x = _input(length).requires_grad_()
+    expected = _gradients(attention, x, attention(x)[0])
+    for split in _splits(attention, length):
+        # The rest in parallel, and a few steps before it.
+        for resumed in (split, min(split + 3, length)):
+            y, state = attention(x[:, :split])
+            outputs = [y]
+            if resumed > split:
+                y, state = _stepped(attention, x[:, split:resumed], state)
+                outputs.append(y)
+            if resumed < length:
+                outputs.append(attention(x[:, resumed:], state)[0])
+            _assert_close(_gradients(attention, x, torch.cat(outputs, dim=1)), expected)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [65, 200])
+@pytest.mark.parametrize("length", [65, 200, 784])
 def test_no_output_sees_a_later_input(attention: CausalAttention, length: int) -> None:
     x = _input(length)
     expected, _ = attention(x)
@@ -152,15 +173,26 @@ def test_states_are_forked_and_used_again(attention: CausalAttention) -> None:
 
 
 @torch.no_grad()
-def test_states_of_linear_attention_keep_their_size() -> None:
-    module = build(
-        yaml.safe_load((CONF / "linear.yaml").read_text()), CausalAttention, d_model=12, n_heads=2
-    )
-    before = [tensor.shape for tensor in module.initial_state(2).tensors()]
-    _, state = attention_state = module(torch.randn(2, 784, 12))
-    assert [tensor.shape for tensor in attention_state[1].tensors()] == before
-    _, state = _stepped(module, torch.randn(2, 9, 12), state)
-    assert [tensor.shape for tensor in state.tensors()] == before
+def test_states_keep_their_size_unless_they_are_said_to_grow(attention: CausalAttention) -> None:
+    x = _input(784, batch=1)
+    held = {}
+    _, state = attention.step(x[:, 0], attention.initial_state(1))
+    held[1] = _held(state)
+    _, state = _stepped(attention, x[:, 1:64], state)
+    held[64] = _held(state)
+    _, state = attention(x[:, 64:-1], state)
+    _, state = attention.step(x[:, -1], state)
+    held[784] = _held(state)
+    held[4096] = _held(attention(_input(4096, batch=1))[1])
+    if isinstance(_mechanism(attention), GROWING):
+        assert held[1] <= held[64] < held[784] < held[4096]
+    else:
+        assert set(held.values()) == {_held(attention.initial_state(1))}
+
+
+def _held(state: AttentionState) -> int:
+    """Bytes that the state keeps from being freed, which a view would hide."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in state.tensors())
 
 
 @torch.no_grad()

@@ -22,6 +22,17 @@ def test_the_pattern_is_repeated_over_the_layers() -> None:
     assert [layer.layer for layer in layers] == [0, 1, 2, 3, 4]
 
 
+@torch.no_grad()
+def test_the_state_of_a_layer_is_its_mechanisms_own() -> None:
+    def sizes(layer: int) -> list[int]:
+        module = HybridAttention(8, 2, layer=layer)
+        states = [module(torch.randn(1, length, 8))[1] for length in (1, 64, 784)]
+        return [sum(tensor.nbytes for tensor in state.tensors()) for state in states]
+
+    assert len(set(sizes(0))) == len(set(sizes(1))) == 1
+    assert sizes(2) == sorted(set(sizes(2)))
+
+
 def test_entries_may_have_options() -> None:
     pattern = ["linear", {"name": "local", "window": 9}, {"name": "linear", "feature_map": "relu"}]
     local = HybridAttention(8, 2, pattern=pattern, layer=1, row_length=7).mechanism

@@ -17,15 +17,19 @@ def test_rotation_depends_on_distance_only_and_is_exact_far_away() -> None:
 
 
 @torch.no_grad()
-def test_normalising_the_scores_would_change_nothing() -> None:
-    # Section 2.3 of the paper: the group norm does not see the scale of its input.
+@pytest.mark.parametrize("output_norm", [True, False])
+def test_the_papers_other_normalisations_cancel_in_the_output_norm_alone(output_norm: bool) -> None:
+    # "Retention Score Normalization", section 2.2 of the paper, as it is written.
     torch.manual_seed(0)
-    module = Retention(16, 2, norm_eps=1e-12).double()
+    module = Retention(16, 2, output_norm=output_norm, norm_eps=1e-12).double()
     x = torch.randn(1, 20, 16, dtype=torch.float64)
-    expected, _ = module(x)
-    keys = module.n_heads * module.key_dim
-    module.qkv.weight[:keys] *= 1000
-    torch.testing.assert_close(module(x)[0], expected, rtol=1e-6, atol=1e-6)
+    q, k, v, log_decay, *_ = module._inputs(x, module.initial_state(1))
+    distance = torch.arange(20).unsqueeze(-1) - torch.arange(20)
+    d = (log_decay[:, :, :1] * distance).exp().tril()
+    r = (q @ k.mT) * d / d.sum(dim=-1, keepdim=True).sqrt()
+    r = r / r.sum(dim=-1, keepdim=True).abs().clamp(min=1)
+    same = torch.allclose(module._output(r @ v, x), module(x)[0], rtol=1e-6, atol=1e-6)
+    assert same == output_norm
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_every_mechanism_of_constant_state_is_among_them() -> None:
         "ssd",
     }
     assert others <= set(CASES)
+    assert not {"softmax", "lsh", "strided"} & set(CASES)
 
 
 def _assert_close_to_float64(name: str, precision: str, steps: int, last: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from imagegen.attention.local import LocalAttention
 from tests.reference import over_heads
+from tests.reference.softmax import softmax_over
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -16,12 +17,6 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         seen = slice(max(0, i - window + 1), i + 1)
         rows.append(softmax_over(q[i], k[seen], v[seen]))
     return torch.stack(rows)
-
-
-def softmax_over(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one query "d" over the keys and values "n d" given."""
-    weights = torch.stack([(q @ key / len(q) ** 0.5).exp() for key in k])
-    return sum(weight * value for weight, value in zip(weights, v, strict=True)) / weights.sum()
 
 
 def reference(module: LocalAttention, x: Tensor) -> Tensor:

