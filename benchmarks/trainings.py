@@ -78,6 +78,7 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
     from imagegen.heap import keep_freed_memory
     from imagegen.model import ImageTransformer
     from imagegen.model_options import model_options
+    from imagegen.optimizers import build_optimizer
 
     keep_freed_memory()  # as train.py does
     made: dict[str, Any] = {}
@@ -88,7 +89,7 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
         images = torch.from_numpy(dataset.split("train").images[: 3 * cfg.batch_size].copy())
         torch.manual_seed(0)
         model = ImageTransformer(dataset.spec, **model_options(config, dataset))
-        made[row] = (model, instantiate(cfg.optimizer)(model.parameters()), images)
+        made[row] = (model, build_optimizer(instantiate(cfg.optimizer), model), images)
     steps: dict[str, list[float]] = {row: [] for row in made}
     drawn: dict[str, list[float]] = {row: [] for row in made}
     for turn in range(rounds + 1):

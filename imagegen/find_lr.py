@@ -49,6 +49,7 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
     from imagegen.data.datamodule import ImageDataModule
     from imagegen.model import ImageTransformer
     from imagegen.model_options import model_options
+    from imagegen.optimizers import build_optimizer
     from imagegen.run import optimizer_factory, quiet_lightning
     from imagegen.training import ImageModule
 
@@ -58,7 +59,14 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
     seed_everything(cfg.seed, workers=True, verbose=False)
     dataset = build(config["dataset"], ImageDataset)
     model = ImageTransformer(dataset.spec, **model_options(config, dataset))
-    module = ImageModule(model, optimizer_factory(cfg, model))
+    factory = optimizer_factory(cfg, model)
+    rates = {group["lr"] for group in build_optimizer(factory, model).param_groups}
+    if len(rates) > 1:
+        raise UserError(
+            "the finder looks for one learning rate, but this optimizer has several; take "
+            "optimizer=adamw, and what it finds there as optimizer.adam_lr of muon."
+        )
+    module = ImageModule(model, factory)
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

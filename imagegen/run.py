@@ -36,13 +36,14 @@ from imagegen.launcher import further_processes
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.model import ImageTransformer, default_options
 from imagegen.model_options import model_options
+from imagegen.optimizers import OptimizerFactory, build_optimizer
 from imagegen.output import write_atomic
 from imagegen.processes import check_sharding
 from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
 from imagegen.survival import FirstCheckpoint, KeepUnvalidated, WholeSteps, requeue_job
 from imagegen.sweeps import sweep_group
-from imagegen.training import ImageModule, OptimizerFactory, Schedule
+from imagegen.training import ImageModule, Schedule
 
 MAX_SEED = 2**32 - 1
 
@@ -191,7 +192,7 @@ def optimizer_factory(cfg: DictConfig, model: ImageTransformer) -> OptimizerFact
     """The optimizer's factory, tried once, so that bad settings are refused before a run begins."""
     factory: OptimizerFactory = made(cfg.optimizer, "optimizer", Callable)
     try:
-        optimizer = factory(model.parameters())
+        optimizer = build_optimizer(factory, model)
     # Settings of all kinds meet foreign code here.
     except Exception as error:
         raise UserError(f"the optimizer refuses its settings: {error}.") from error

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pytorch_lightning import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric
 
 from imagegen.data.loading import Batch
 from imagegen.model import ImageTransformer
+from imagegen.optimizers import OptimizerFactory, build_optimizer
 from imagegen.schedules import training_progress
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @runtime_checkable
@@ -72,7 +70,7 @@ class ImageModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped with it."""
-        optimizer = self.optimizer_factory(self.model.parameters())
+        optimizer = build_optimizer(self.optimizer_factory, self.model)
         if self.schedule is None:
             return optimizer
         schedule, progress = self.schedule, training_progress(self.trainer)

@@ -47,9 +47,11 @@ class ModelStep:
         import torch
         from hydra.utils import instantiate
 
+        from imagegen.optimizers import build_optimizer
+
         torch.manual_seed(self.setting.seed % 2**63)
         module, loss = self._module()
-        optimizer = instantiate(self.optimizer)(module.parameters())
+        optimizer = build_optimizer(instantiate(self.optimizer), module)
         spec = self.setting.spec
         shape = (self.batch_size, spec["height"], spec["width"], spec["channels"])
         images = torch.randint(0, spec["levels"], shape, dtype=torch.uint8, device=self.device)

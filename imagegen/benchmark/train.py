@@ -54,6 +54,8 @@ class TrainOptions:
         """
         from hydra.utils import instantiate
 
+        from imagegen.optimizers import build_optimizer
+
         contestants = choose_contestants(config["contestants"], TRAINERS)
         common = Common.from_config(config, f"outputs/benchmark-{name}")
         batch_sizes = ascending(config["batch_sizes"], "batch_sizes", "[1,16]")
@@ -61,7 +63,7 @@ class TrainOptions:
         model = setting.build("linear")
         optimizer = dict(config["optimizer"])
         try:
-            instantiate(optimizer)(model.parameters())
+            build_optimizer(instantiate(optimizer), model)
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer is refused: {error}.") from error
         return cls(contestants, setting, Costs.of(model), optimizer, batch_sizes, common)
