@@ -83,7 +83,8 @@ class Muon(torch.optim.Optimizer):
         }.items():
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value} must be at least 0 and below 1")
-        matrices, rest = [], []
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for name, parameter in named_parameters:
             hidden = name.startswith("blocks.") and parameter.ndim == 2
             (matrices if hidden else rest).append(parameter)
@@ -96,7 +97,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; the loss that the closure returns, if there is one."""
         loss = None
         if closure is not None:
