@@ -69,7 +69,8 @@ def _linear(feature_map: str) -> tuple[LinearAttention, dict[str, Any]]:
     """Ours, and the options that make theirs the same."""
     if feature_map == "elu":
         return layer(LinearAttention), {}
-    module = layer(LinearAttention, feature_map="favor", n_features=24, eps=0.0)
+    module = layer(LinearAttention, feature_map="favor", n_features=24)
+    module.eps = 0.0  # no configuration may have it: a query that meets no key gives 0 / 0
     theirs = _favor(module)
     return module, {"feature_map": lambda _: theirs, "eps": 0.0}
 
