@@ -24,6 +24,9 @@ from pytorch_lightning import Trainer
 import sample
 import train
 from imagegen import cli, sampling
+from imagegen.build import build
+from imagegen.checkpoint import read_metadata
+from imagegen.data.base import ImageDataset
 from imagegen.data.convert import read_image
 from imagegen.errors import UserError
 from imagegen.report import report
@@ -173,8 +176,9 @@ def fuzz_drawing(project: Path, examples: int) -> Counter[str]:
         save_tiny_checkpoint(project / "labels.ckpt", n_classes=10),
         save_colour_checkpoint(project / "colour"),
     ]
+    # Kept from one command to the next, so that it is not taken for something half-written.
+    build(read_metadata(checkpoints[2])["dataset"], ImageDataset).prepare()
     names = dict.fromkeys(range(len(checkpoints) * 2), leaves("sample"))
-
     ended: Counter[str] = Counter()
 
     @tried(examples)
