@@ -20,6 +20,13 @@ from tests import slurm
 from tests.test_run import SMALL
 
 
+def _is_installed(plugin: str) -> bool:
+    try:
+        return find_spec(f"hydra_plugins.{plugin}") is not None
+    except ModuleNotFoundError:  # Hydra has no plugins at all.
+        return False
+
+
 def _sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     small = [text for text in SMALL if not text.startswith(("logger", "callbacks"))]
     arguments = ["--multirun", *small, "trainer.max_epochs=1", "callbacks.grids=null"]
@@ -33,9 +40,7 @@ def _sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(
-    not find_spec("hydra_plugins.hydra_joblib_launcher"), reason="needs the extra joblib"
-)
+@pytest.mark.skipif(not _is_installed("hydra_joblib_launcher"), reason="needs the extra joblib")
 def test_two_by_two_side_by_side(tmp_path: Path) -> None:
     folder = tmp_path / "day" / "time"
     done = _sweep(folder, "sweep=joblib", "attention=linear,softmax", "seed=0,1", "logger=csv")
@@ -104,9 +109,7 @@ def test_a_missing_engine_is_named(
     package: str,
     what: str,
 ) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}"):
+    if _is_installed(package.replace("-", "_")):
         pytest.skip(f"{package} is installed")
     import train
 
@@ -128,9 +131,7 @@ def _wait_for_lines(path: Path, count: int, seconds: float = 300.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not find_spec("hydra_plugins.hydra_submitit_launcher"), reason="needs the extra slurm"
-)
+@pytest.mark.skipif(not _is_installed("hydra_submitit_launcher"), reason="needs the extra slurm")
 def test_jobs_of_slurm_go_on_where_they_were_stopped(tmp_path: Path) -> None:
     """submitit's jobs, on a SLURM of the test's own, warned as SLURM warns: by SIGUSR2."""
     environment, state = slurm.install(tmp_path), tmp_path / "state"
