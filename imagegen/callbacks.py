@@ -216,10 +216,11 @@ class ExactSteps(Callback):
 class Interruptible(Callback):
     """Lets Ctrl-C and SIGTERM take effect between two steps, so that none is lost or done twice.
 
-    A second one of the same kind stops at once. In a job of SLURM so does SIGUSR1, its warning that
-    the time is nearly up; `preempted` then tells that the job is to be run again. Several processes
-    stop at the same step, whichever of them is asked to, and save together; what stops only one of
-    them saves nothing, for it would wait for the others.
+    A second one of the same kind stops at once. In a job of SLURM so do SIGUSR1 and SIGUSR2, its
+    warnings (the first by convention, the second in jobs of submitit) that the machine is soon
+    taken away; `preempted` then tells that the job is to be run again. Several processes stop at
+    the same step, whichever of them is asked to, and save together; what stops only one of them
+    saves nothing, for it would wait for the others.
     """
 
     def __init__(self) -> None:
@@ -232,8 +233,9 @@ class Interruptible(Callback):
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, signal.SIGTERM]
             if "SLURM_JOB_ID" in os.environ:
-                # Lightning would save at once, in the middle of a step, and elsewhere.
-                numbers.append(signal.SIGUSR1)
+                # Lightning would save at once, in the middle of a step, and elsewhere; submitit
+                # would raise an error wherever the run is.
+                numbers += [signal.SIGUSR1, signal.SIGUSR2]
             for number in numbers:
                 self._before[number] = signal.signal(number, self._ask)
 
@@ -263,7 +265,8 @@ class Interruptible(Callback):
         self._give_back()
 
     def _ask(self, number: int, frame: object) -> None:
-        self.preempted = number not in (signal.SIGINT, signal.SIGTERM)
+        # SIGTERM may follow the warning, or come before it.
+        self.preempted |= number not in (signal.SIGINT, signal.SIGTERM)
         if not self._asked and is_first_process():
             again = "" if self.preempted else "; Ctrl-C again stops at once"
             print(f"\nstopping after this step{again}", file=sys.stderr)

@@ -129,8 +129,12 @@ def _run(
     except Exception as error:
         if debug:
             raise
-        if error not in reported:
-            report(error)
+        if error in reported:
+            return 1
+        # Composing a configuration may turn an interrupt into an error of its own.
+        if _is_of_an_interrupt(error):
+            return _interrupted()
+        report(error)
         return 1
     return 0
 
@@ -264,6 +268,13 @@ def _job() -> str:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def _is_of_an_interrupt(error: BaseException | None) -> bool:
+    """Whether an interrupt is what the error arose from."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _interrupted() -> int:

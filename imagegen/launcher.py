@@ -28,6 +28,8 @@ _GRACE_SECONDS = 10.0
 """How long it has, once another has failed, to notice that by itself."""
 _EXIT_SECONDS = 30.0
 """How long the others have to end once the run has ended."""
+_FIRST = "IMAGEGEN_FIRST_PROCESS"
+"""Environment variable that tells the others the number of the process that started them."""
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -35,7 +37,8 @@ class Launcher(_SubprocessScriptLauncher):
 
     Lightning starts the others with the arguments in `sys.argv`, which in a sweep are those of the
     whole sweep; leaves them waiting where the first process fails; and kills the first one within
-    seconds where another has ended first, even if it is about to save.
+    seconds where another has ended first, even if it is about to save. Here the others look after
+    the first one as well: were it killed alone, they would wait for it, on a GPU for half an hour.
 
     Args:
         theirs: the launcher that Lightning has made.
@@ -46,6 +49,7 @@ class Launcher(_SubprocessScriptLauncher):
         super().__init__(theirs.cluster_environment, theirs.num_processes, theirs.num_nodes)
         self.arguments = list(arguments)
         self._over = threading.Event()
+        self._first = os.environ.get(_FIRST)
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **options: Any) -> Any:
         """Start the others, unless they have been started from outside, and call `function`."""
@@ -53,6 +57,7 @@ class Launcher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self._start()
+        if self.procs or self._first:
             threading.Thread(target=self._watch, daemon=True, name="watch-processes").start()
         return function(*args, **options)
 
@@ -75,12 +80,11 @@ class Launcher(_SubprocessScriptLauncher):
         """A sentence on a process that has failed, or fails within some seconds; None if none."""
         until = time.monotonic() + within
         while True:
+            if self._first and self._first != str(os.getppid()):
+                return "the first process of this run has been killed, so the others have ended."
             for rank, process in enumerate(self.procs, start=1):
                 if process.poll():
-                    return (
-                        f"process {rank} of this run has failed with status {process.returncode}, "
-                        "so the run has ended; what went wrong there stands above."
-                    )
+                    return _sentence(rank, process.returncode)
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)
@@ -95,7 +99,7 @@ class Launcher(_SubprocessScriptLauncher):
         }
         for rank in range(1, self.num_processes):
             command = [sys.executable, str(PROJECT_ROOT / "train.py"), *self.arguments]
-            own = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
+            own = {**os.environ, **shared, "LOCAL_RANK": str(rank), _FIRST: str(os.getpid())}
             self.procs.append(subprocess.Popen(command, env=own))
 
     def _watch(self) -> None:
@@ -154,6 +158,16 @@ def further_processes(
             for name in ("MASTER_ADDR", "MASTER_PORT"):
                 os.environ.pop(name, None)
             os.environ.update(environment)
+
+
+def _sentence(rank: int, status: int) -> str:
+    """What is said of a process that has failed; a negative status is the signal that ended it."""
+    if status < 0:
+        how = f"been killed by signal {-status}"
+        why = "if that was the system, memory did not suffice"
+    else:
+        how, why = f"failed with status {status}", "what went wrong there stands above"
+    return f"process {rank} of this run has {how}, so the run has ended; {why}."
 
 
 def _arguments(own: Sequence[str], folder: Path) -> list[str]:

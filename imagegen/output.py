@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -45,10 +46,8 @@ def staged_folder(target: Path, owned: Iterable[str]) -> Iterator[Path]:
     try:
         with _disk_errors(target):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            place = folder if exists else folder.parent
-            name = tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=_PARTIAL, dir=place)
-            staging = Path(name)
-            staging.chmod(0o777 & ~_umask())
+            staging = _beside(folder, folder if exists else folder.parent)
+            staging.mkdir()
         with _disk_errors(target, staging):
             yield staging
             if exists:
@@ -141,12 +140,12 @@ def write_atomic(path: Path, data: bytes | str, sync: bool = True) -> None:
                 return
             real.parent.mkdir(parents=True, exist_ok=True)
             mode = real.stat().st_mode & 0o7777 if real.exists() else 0o666 & ~_umask()
-            descriptor, temporary = tempfile.mkstemp(_PARTIAL, f".{real.name}.", real.parent)
-            with open(descriptor, "wb") as file:
+            temporary = _beside(real, real.parent)
+            with open(temporary, "xb", opener=_private) as file:
                 file.write(content)
                 if sync:
                     file.flush()
-                    os.fsync(descriptor)
+                    os.fsync(file.fileno())
             os.chmod(temporary, mode)
             os.replace(temporary, real)
             temporary = None
@@ -216,11 +215,12 @@ def _swap(staging: Path, folder: Path, owned: set[str]) -> None:
     new = sorted(entry.name for entry in staging.iterdir())
     old = [name for name in sorted(owned) if os.path.lexists(folder / name)]
     # Next to the staging folder, so that what cannot be put back is not deleted with it.
-    attic = Path(tempfile.mkdtemp(prefix=".old.", suffix=_PARTIAL, dir=folder))
+    attic = _beside(folder / "old", folder)
     moves = [(folder / name, attic / name) for name in old]
     moves += [(staging / name, folder / name) for name in new]
     done: list[tuple[Path, Path]] = []
     try:
+        attic.mkdir()
         for source, destination in moves:
             source.rename(destination)
             done.append((source, destination))
@@ -232,6 +232,19 @@ def _swap(staging: Path, folder: Path, owned: set[str]) -> None:
             attic.rmdir()
         raise
     shutil.rmtree(attic, ignore_errors=True)
+
+
+def _beside(path: Path, folder: Path) -> Path:
+    """A name in `folder`, which nothing has, for what is to become `path`.
+
+    Known before anything of that name is made, so that an interrupt cannot leave it behind.
+    """
+    return folder / f".{path.name}.{secrets.token_hex(8)}{_PARTIAL}"
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that others may not read: it may replace one that they may not."""
+    return os.open(path, flags, 0o600)
 
 
 def _umask() -> int:

@@ -25,7 +25,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
-from imagegen.build import build
+from imagegen.build import build, check_section
 from imagegen.callbacks import ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
@@ -208,8 +208,11 @@ def made(node: Any, section: str, kind: Any) -> Any:
     """What a section of the configuration describes by its `_target_`.
 
     Raises:
-        UserError: where that is something else than a `kind`.
+        UserError: where that is something else than a `kind`, or an option is of another kind than
+            what it describes takes.
     """
+    if isinstance(node, Mapping):
+        check_section(section, node)
     found = instantiate(node)
     if not isinstance(found, kind):
         target = node.get("_target_") if isinstance(node, Mapping) else node

@@ -267,6 +267,21 @@ def test_interrupt(run: Callable[..., Any], by_lightning: bool) -> None:
     assert run(main=main) == (130, "", "\ninterrupted\n")
 
 
+def test_an_interrupt_that_became_another_error(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in OmegaConf, where one falls between a change and its undoing."""
+
+    def compose(*args: Any, **options: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise AttributeError("a flag") from None
+
+    monkeypatch.setattr("imagegen.overrides.compose", compose)
+    assert run() == (130, "", "\ninterrupted\n")
+
+
 def test_exit_status_of_main(run: Callable[..., Any]) -> None:
     assert run(main=lambda cfg: sys.exit(3))[0] == 3
 

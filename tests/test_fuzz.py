@@ -8,6 +8,7 @@ import json
 import resource
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from pytorch_lightning import Trainer
 import sample
 import train
 from imagegen import cli, sampling
+from imagegen.build import build
+from imagegen.checkpoint import read_metadata
+from imagegen.data.base import ImageDataset
 from imagegen.data.convert import read_image
 from imagegen.errors import UserError
 from imagegen.report import report
@@ -142,7 +146,7 @@ def settings_of(names: dict[int, list[str]]) -> st.SearchStrategy[tuple[int, lis
     )
 
 
-def fuzz_training(project: Path, examples: int) -> None:
+def fuzz_training(project: Path, examples: int) -> Counter[str]:
     """Options of train.py, in runs of one step."""
     names = {
         index: GROUPS
@@ -152,35 +156,43 @@ def fuzz_training(project: Path, examples: int) -> None:
     # What the first run imports takes longer than a run may.
     assert refused_whole(project, train.main, [*SMALL, "hydra.run.dir=run"], 300).status == 0
 
+    ended: Counter[str] = Counter()
+
     @tried(examples)
     @given(settings_of(names))
     def once(chosen: tuple[int, list[str]]) -> None:
         index, typed = chosen
-        refused_whole(project, train.main, [*SMALL, *CHOICES[index], "hydra.run.dir=run", *typed])
+        argv = [*SMALL, *CHOICES[index], "hydra.run.dir=run", *typed]
+        ended[how(refused_whole(project, train.main, argv))] += 1
 
     once()
+    return ended
 
 
-def fuzz_drawing(project: Path, examples: int) -> None:
+def fuzz_drawing(project: Path, examples: int) -> Counter[str]:
     """Options of sample.py, of all kinds of models and both tasks."""
     checkpoints = [
         save_tiny_checkpoint(project / "grey.ckpt"),
         save_tiny_checkpoint(project / "labels.ckpt", n_classes=10),
         save_colour_checkpoint(project / "colour"),
     ]
+    # Kept from one command to the next, so that it is not taken for something half-written.
+    build(read_metadata(checkpoints[2])["dataset"], ImageDataset).prepare()
     names = dict.fromkeys(range(len(checkpoints) * 2), leaves("sample"))
+    ended: Counter[str] = Counter()
 
     @tried(examples)
     @given(settings_of(names))
     def once(chosen: tuple[int, list[str]]) -> None:
         index, typed = chosen
         task = [f"ckpt={checkpoints[index // 2]}", ["n=1", "task=complete"][index % 2]]
-        refused_whole(project, sample.main, [*task, "out=drawn", *typed])
+        ended[how(refused_whole(project, sample.main, [*task, "out=drawn", *typed]))] += 1
 
     once()
+    return ended
 
 
-def fuzz_arguments(project: Path, examples: int) -> None:
+def fuzz_arguments(project: Path, examples: int) -> Counter[str]:
     """Command lines with typing mistakes anywhere, and flags; what is right does nothing."""
     right = [
         *("dataset=mnist", "model.n_layers=3", "optimizer.lr=0.1", "attention=gla", "seed=3"),
@@ -197,21 +209,27 @@ def fuzz_arguments(project: Path, examples: int) -> None:
     typed = st.lists(st.one_of(mistyped, mistyped, set_so, TEXT), min_size=1, max_size=3)
     entry = cli.hydra_entry("train")(lambda config: None)
 
+    ended: Counter[str] = Counter()
+
     @tried(examples)
     @given(typed)
     def once(argv: list[str]) -> None:
-        refused_whole(project, entry, ["hydra.run.dir=run", "hydra.sweep.dir=run", *argv])
+        typed = ["hydra.run.dir=run", "hydra.sweep.dir=run", *argv]
+        ended[how(refused_whole(project, entry, typed))] += 1
 
     once()
+    return ended
 
 
-def fuzz_values(folder: Path, examples: int) -> None:
+def fuzz_values(folder: Path, examples: int) -> Counter[str]:
     """As `fuzz_drawing`, from where the command line has become a configuration."""
     ckpt = save_tiny_checkpoint(folder / "labels.ckpt", n_classes=10)
     config = OmegaConf.to_container(cli.compose("sample", [f"ckpt={ckpt}", "out=drawn", "n=1"]))
     parser = OverridesParser.create()
     values = VALUES.map(lambda text: _parsed(parser, text))
     names = sorted(set(config) - {"ckpt", "dataset"})
+
+    ended: Counter[str] = Counter()
 
     @tried(examples)
     @given(
@@ -228,9 +246,11 @@ def fuzz_values(folder: Path, examples: int) -> None:
                 report(error)
                 sys.exit(1)
 
-        refused_whole(folder, entry, [f"{name}={value!r}" for name, value in typed.items()])
+        argv = [f"{name}={value!r}" for name, value in typed.items()]
+        ended[how(refused_whole(folder, entry, argv))] += 1
 
     once()
+    return ended
 
 
 def _parsed(parser: OverridesParser, text: str) -> Any:
@@ -242,12 +262,14 @@ def _parsed(parser: OverridesParser, text: str) -> Any:
         return text
 
 
-def fuzz_pictures(folder: Path, examples: int) -> None:
+def fuzz_pictures(folder: Path, examples: int) -> Counter[str]:
     """Completions of whatever is named as an image, and grey and colour readings of it."""
     ckpt = save_colour_checkpoint(folder / "colour")
     options = [f"ckpt={ckpt}", f"out={folder / 'out'}", "task=complete", "resize=true"]
     options += ["completions=1", "device=cpu"]
     config = cli.compose("sample", options)
+
+    ended: Counter[str] = Counter()
 
     @tried(examples)
     @given(pictures(), st.booleans())
@@ -264,6 +286,7 @@ def fuzz_pictures(folder: Path, examples: int) -> None:
                 sampling.run(config)
         except UserError as error:
             refusal = str(error)
+        ended["refused" if refusal else "done"] += 1
         if refusal is None:
             assert read(folder / "out/images/00000-original.png").shape == (4, 6, 3)
             images = [read_image(file, channels) for channels in (1, 3)]
@@ -278,6 +301,7 @@ def fuzz_pictures(folder: Path, examples: int) -> None:
         shutil.rmtree(place)
 
     once()
+    return ended
 
 
 def refused_whole(
@@ -301,6 +325,11 @@ def refused_whole(
     return outcome
 
 
+def how(outcome: Outcome) -> str:
+    """In a word, for the count."""
+    return {0: "done", 130: "interrupted"}.get(outcome.status, "refused")
+
+
 # Name, and the number of examples of the quick test and of the long one.
 KINDS = {
     "training": (fuzz_training, 8, 200),
@@ -321,4 +350,7 @@ def test_mistakes(project: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mistakes(project: Path, kind: str) -> None:
     fuzz, _, many = KINDS[kind]
-    fuzz(project, many)
+    ended = fuzz(project, many)
+    # Shown by `pytest -s`; what a run has found is kept in benchmarks/results/robustness.md.
+    print(f"\n{kind}: {ended.total()} inputs, {dict(ended)}")
+    assert ended["refused"] > many // 4

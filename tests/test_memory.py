@@ -12,8 +12,9 @@ from pytorch_lightning import Callback
 
 import train
 from imagegen.generate import complete, generate
+from imagegen.sample_folder import JobFolder
 from imagegen.spec import ImageSpec
-from tests.helpers import tiny_model
+from tests.helpers import sample, save_tiny_checkpoint, tiny_model
 from tests.test_run import SMALL
 
 STATM = Path("/proc/self/statm")
@@ -49,18 +50,46 @@ def test_many_images() -> None:
     assert max(seen[16:]) - max(seen[:8]) < 2 * MIB, seen
 
 
-def test_many_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_ten_thousand_images_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = save_tiny_checkpoint(tmp_path / "digits.ckpt")
+    write, seen = JobFolder.write_image, []
+
+    def write_image(self: JobFolder, name: str, image: Any) -> None:
+        write(self, name, image)
+        if int(name[:5]) % 500 == 499:
+            seen.append(resident())
+
+    monkeypatch.setattr(JobFolder, "write_image", write_image)
+    out = sample(ckpt, tmp_path / "out", "n=10000")
+    assert len(seen) == 20
+    assert len(list((out / "images").iterdir())) == 10000
+    print("\nMiB after each 500 images:", *(round(size / MIB, 1) for size in seen))
+    # Less than a KiB for each of the later images.
+    assert max(seen[5:]) - max(seen[:5]) < 6 * MIB, seen
+
+
+@pytest.mark.parametrize(
+    ("validations", "batches"), [(12, 1), pytest.param(120, 10, marks=pytest.mark.slow)]
+)
+def test_many_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validations: int, batches: int
+) -> None:
     witness = Witness()
     monkeypatch.setattr("tests.test_memory.make_witness", lambda: witness, raising=False)
     options = [
         *SMALL,
-        "trainer.max_epochs=12",
-        "trainer.limit_train_batches=1",
+        f"trainer.max_epochs={validations}",
+        f"trainer.limit_train_batches={batches}",
         "callbacks.ema.decay=0.9",
         "+callbacks.witness._target_=tests.test_memory.make_witness",
         f"hydra.run.dir={tmp_path / 'run'}",
     ]
     monkeypatch.setattr(sys, "argv", ["train.py", *options])
     train.main()
-    assert len(witness.seen) == 12
-    assert max(witness.seen[8:]) - max(witness.seen[:5]) < 4 * MIB, witness.seen
+    seen = witness.seen
+    assert len(seen) == validations
+    few = validations // 10
+    print(f"\nMiB after every {few} validations:", *(round(s / MIB, 1) for s in seen[::few]))
+    early, late = seen[: validations * 5 // 12], seen[validations * 2 // 3 :]
+    assert max(late) - max(early) < 4 * MIB, seen

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,6 +199,31 @@ def test_write_atomic_failure_keeps_the_old_file(
     with pytest.raises(UserError, match=f"cannot write {path}: no space left on device"):
         write_atomic(path, "new")
     assert tree(tmp_path) == {"result.json": "old"}
+
+
+def test_an_interrupt_at_the_worst_moment_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the temporary file or folder has just been made."""
+
+    def interrupted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(path: Any, *args: Any, **options: Any) -> Any:
+            found = make(path, *args, **options)
+            if str(path).endswith(".partial"):
+                patch.undo()
+                raise KeyboardInterrupt
+            return found
+
+        return made
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "open", interrupted(os.open))
+        write_atomic(tmp_path / "result.json", "new")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "mkdir", interrupted(os.mkdir))
+        with staged_folder(tmp_path / "folder", []):
+            pass
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,14 @@ class Spy(Callback):
         interrupt: step after which the first process, alone, is sent Ctrl-C; 0 for none.
         poison: step from which on the loss of the second process is no number; 0 for none.
         fail: the process that fails after two steps; -1 for none.
+        kill: the process that is killed after seven steps; -1 for none.
     """
 
-    def __init__(self, folder: str, interrupt: int = 0, poison: int = 0, fail: int = -1) -> None:
+    def __init__(
+        self, folder: str, interrupt: int = 0, poison: int = 0, fail: int = -1, kill: int = -1
+    ) -> None:
         self.folder = Path(folder)
-        self.interrupt, self.poison, self.fail = interrupt, poison, fail
+        self.interrupt, self.poison, self.fail, self.kill = interrupt, poison, fail, kill
 
     def _note(self, trainer: Any, **what: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,6 +85,8 @@ class Spy(Callback):
             os.kill(os.getpid(), signal.SIGINT)
         if trainer.global_step == 2 and trainer.global_rank == self.fail:
             raise KeyError("a bug in one process")
+        if trainer.global_step == 7 and trainer.global_rank == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, i: int) -> None:
         self._note(trainer, val=batch["indices"].tolist())
@@ -106,9 +112,20 @@ def _seen(notes: list[dict[str, Any]], what: str) -> dict[int, list[int]]:
 def _assert_none_is_left(folder: Path) -> None:
     pids = {note["pid"] for rank in (0, 1) for note in _notes(folder, rank)} - {os.getpid()}
     assert pids
+    until = time.monotonic() + 20
     for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        # One whose parent was killed may still be ending.
+        while _is_there(pid):
+            assert time.monotonic() < until, pid
+            time.sleep(0.05)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_two_processes_do_what_one_does_also_when_interrupted(
@@ -213,6 +230,48 @@ def test_a_process_that_fails_ends_the_others(
     assert "KeyError: 'a bug in one process'" in error
     assert ("error: process 1 of this run has failed with status 1" in error) == (rank == 1)
     assert json.loads((run / "summary.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("rank", "status", "sentence"),
+    [
+        pytest.param(
+            0,
+            -signal.SIGKILL,
+            "error: the first process of this run has been killed, so the others have ended.",
+            marks=pytest.mark.slow,
+        ),
+        (1, 1, "error: process 1 of this run has been killed by signal 9, so the run has ended;"),
+    ],
+)
+def test_a_killed_process_ends_the_others_and_the_run_can_go_on(
+    tmp_path: Path, rank: int, status: int, sentence: str
+) -> None:
+    run, spied = tmp_path / "run", tmp_path / "spy"
+    command = [sys.executable, "train.py", *SHARED, *TWO, f"hydra.run.dir={run}", "resume=auto"]
+
+    def start(*options: str) -> subprocess.CompletedProcess[str]:
+        # Ends when all processes have closed what it reads.
+        return subprocess.run(
+            [*command, *options], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=300
+        )
+
+    killed = start(_spy(spied, kill=rank))
+    assert killed.returncode == status, killed.stderr
+    _assert_none_is_left(spied)
+    assert killed.stderr.count("error:") == 1
+    assert sentence in killed.stderr
+    assert "Traceback" not in killed.stderr
+    # That of the end of the first epoch.
+    assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
+    load_checkpoint(run)
+    if rank:
+        assert f"to continue: python train.py resume={run}" in killed.stderr
+        assert json.loads((run / "summary.json").read_text())["state"] == "failed"
+    else:
+        resumed = start()
+        assert resumed.returncode == 0, resumed.stderr
+        assert [row["step"] for row in _rows(run)] == [str(step) for step in range(12)]
 
 
 @pytest.mark.slow

@@ -146,6 +146,25 @@ def test_attentions_and_heads_train(
     assert len(list((run / "samples").iterdir())) == 2
 
 
+def test_a_seed_gives_its_weights_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever random numbers the process has drawn before; another seed gives others."""
+    options = [*SMALL, "model.dropout=0.2", "model.flips=true", "callbacks.grids=null"]
+    options += ["trainer.max_epochs=1", "callbacks.ema.decay=0.9"]
+    found = []
+    for name, seed in (("one", 3), ("other", 3), ("third", 4)):
+        torch.rand(len(name))
+        run = tmp_path / name
+        assert _train(monkeypatch, *options, f"seed={seed}", f"hydra.run.dir={run}") == 0
+        saved = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+        found.append({**saved["state_dict"], **saved["current_model_state"]})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert not any(
+        torch.equal(value, found[2][key]) for key, value in found[0].items() if value.ndim > 1
+    )
+
+
 def _continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *limits: tuple[str, ...]
 ) -> tuple[Path, Path]:
@@ -268,6 +287,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("seed=-1", "seed=-1 must be a whole number from 0 to"),
         ("seed=5000000000", "seed=5000000000 must be a whole number from 0 to"),
         ("optimizer.lr=-1", "the optimizer refuses its settings: Invalid learning rate"),
+        ("callbacks.best.filename=0.5", "callbacks.best takes filename as a word or null, not 0.5"),
         ("model.d_model=40000000", "memory does not suffice"),
         ("dataset={_target_: imagegen.data.image_folder.ImageFolder, root: nowhere}", "nowhere"),
         ("model.n_layers=0", "model.n_layers=0"),

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning import LightningModule, Trainer
 
+from imagegen.callbacks import Interruptible
 from imagegen.checkpoint import load_checkpoint
 from imagegen.cli import PROJECT_ROOT
+from imagegen.processes import Interrupted
 from imagegen.survival import requeue_job
 from tests.test_run import SMALL
 
@@ -217,6 +220,32 @@ def test_slurm_takes_the_machine_away(tmp_path: Path) -> None:
     done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "summary.json").read_text())["steps"] == steps + 2
+
+
+@pytest.mark.parametrize("warning", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_warning_counts_whatever_comes_with_it(
+    monkeypatch: pytest.MonkeyPatch, warning: signal.Signals, before: bool
+) -> None:
+    """SLURM sends SIGTERM too: before it to a job that makes way, after it when time is over."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    theirs: list[int] = []
+    known = signal.signal(warning, lambda number, frame: theirs.append(number))
+    callback, trainer, module = Interruptible(), Trainer(logger=False), LightningModule()
+    try:
+        callback.on_train_start(trainer, module)
+        for number in [signal.SIGTERM, warning] if before else [warning, signal.SIGTERM]:
+            os.kill(os.getpid(), number)
+        assert callback.preempted
+        with pytest.raises(Interrupted):
+            callback.on_train_batch_start(trainer, module, None, 0)
+        callback.teardown(trainer, module, "fit")
+        assert not theirs
+        os.kill(os.getpid(), warning)
+        assert theirs == [warning]
+    finally:
+        callback.teardown(trainer, module, "fit")
+        signal.signal(warning, known)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from imagegen.cli import PROJECT_ROOT
+from tests import slurm
 from tests.test_run import SMALL
 
-pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs the extra joblib")
+
+def _is_installed(plugin: str) -> bool:
+    try:
+        return find_spec(f"hydra_plugins.{plugin}") is not None
+    except ModuleNotFoundError:  # Hydra has no plugins at all.
+        return False
 
 
 def _sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +40,7 @@ def _sweep(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.skipif(not _is_installed("hydra_joblib_launcher"), reason="needs the extra joblib")
 def test_two_by_two_side_by_side(tmp_path: Path) -> None:
     folder = tmp_path / "day" / "time"
     done = _sweep(folder, "sweep=joblib", "attention=linear,softmax", "seed=0,1", "logger=csv")
@@ -98,9 +109,7 @@ def test_a_missing_engine_is_named(
     package: str,
     what: str,
 ) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}"):
+    if _is_installed(package.replace("-", "_")):
         pytest.skip(f"{package} is installed")
     import train
 
@@ -112,3 +121,49 @@ def test_a_missing_engine_is_named(
     error = capsys.readouterr().err
     assert f"needs the package {package}; install it with pip install {what}." in error
     assert not (tmp_path / "sweep").exists()
+
+
+def _wait_for_lines(path: Path, count: int, seconds: float = 300.0) -> None:
+    until = time.monotonic() + seconds
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert time.monotonic() < until, path
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _is_installed("hydra_submitit_launcher"), reason="needs the extra slurm")
+def test_jobs_of_slurm_go_on_where_they_were_stopped(tmp_path: Path) -> None:
+    """submitit's jobs, on a SLURM of the test's own, warned as SLURM warns: by SIGUSR2."""
+    environment, state = slurm.install(tmp_path), tmp_path / "state"
+    folder = tmp_path / "day" / "time"
+    small = [text for text in SMALL if not text.startswith(("logger", "callbacks", "trainer.max"))]
+    options = ["--multirun", "sweep=slurm", *small, "callbacks.grids=null", "logger=csv"]
+    options += ["trainer.log_every_n_steps=1", "seed=0,1", f"hydra.sweep.dir={folder}"]
+    options += ["trainer.max_epochs=-1", "trainer.max_steps=400", "scheduler=constant"]
+    sweep = subprocess.Popen(
+        [sys.executable, "train.py", *options],
+        cwd=PROJECT_ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _wait_for_lines(folder / "0" / "metrics.csv", 20)
+    os.kill(int((state / "100_0.pid").read_text()), signal.SIGUSR2)
+    printed, error = sweep.communicate(timeout=600)
+    assert sweep.returncode == 0, error
+    # A job ends after its result has been read.
+    _wait_for_lines(state / "100_0.statuses", 2)
+    assert (state / "100_0.statuses").read_text().split() == ["1", "0"]
+    _wait_for_lines(state / "100_1.statuses", 1)
+    assert (state / "100_1.statuses").read_text().split() == ["0"]
+    log = (folder / ".submitit" / "100_0" / "100_0_0_log.err").read_text()
+    assert "stopping after this step\n" in log
+    assert "SLURM runs job 100_0 again" in log
+    for number in (0, 1):
+        with open(folder / str(number) / "metrics.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows] == list(range(400))
+        summary = json.loads((folder / str(number) / "summary.json").read_text())
+        assert (summary["state"], summary["steps"]) == ("finished", 400)
+    assert f"python -m imagegen.runs {folder}" in printed
