@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from imagegen.cli import hydra_entry
+from imagegen.heap import keep_freed_memory
 from imagegen.processes import require_one_folder
 from imagegen.resume import refuse_used_folder, rewrite_resume
 
@@ -17,13 +18,12 @@ def rewrite(argv: list[str]) -> list[str]:
 @hydra_entry("train", rewrite=rewrite, check=refuse_used_folder)
 def main(config: DictConfig) -> float | None:
     """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
-    from imagegen.heap import keep_freed_memory
     from imagegen.run import train
 
-    keep_freed_memory()
     best: float | None = train(config)["best_bits_per_dim"]
     return best
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

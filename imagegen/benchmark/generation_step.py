@@ -108,14 +108,16 @@ class GenerationStep:
             expected = max(call(position, 1) - call(position, 0), 1e-6)
             steps = max(1, min(self.steps, int(self.piece / expected)))
             found: list[float] = []
-            spent = 0.0
-            # Of few and fast steps one difference says little.
-            while not found or (spent < _SHORT and len(found) < _MOST):
+            spent, unsure = 0.0, True
+            # Of few and fast steps one difference says little, nor where most of a call is the rest.
+            while not found or (spent < _SHORT and len(found) < _MOST) or (unsure and len(found) < 5):
                 whole, rest = call(position, steps), call(position, 0)
                 spent += whole
-                # A machine that is busy now and then may make a difference meaningless.
-                found.append((whole - rest if whole > rest else whole) / steps)
-            return statistics.median(found)
+                unsure = rest > whole / 2
+                found.append((whole - rest) / steps)
+            # A machine that is busy now and then may make the differences meaningless.
+            middle = statistics.median(found)
+            return middle if middle > 0 else whole / steps
 
         with torch.inference_mode():
             # What is loaded once is not to be taken for memory of the steps.

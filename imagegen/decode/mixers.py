@@ -173,11 +173,11 @@ def states_of(
     settings = mixer_shape(attention)
     heads, d, m = attention.n_heads, settings.d, settings.m
     count = part.stop - part.start
-    z, keys = np.zeros((count, heads, 0)), np.zeros((count, heads, 0, 0))
-    recent = np.zeros((count, 0, heads, 0))
+    z, keys = _zeros(count, heads, 0), _zeros(count, heads, 0, 0)
+    recent = _zeros(count, 0, heads, 0)
     if isinstance(state, SoftmaxState):
         room = math.ceil(length / LANES) * LANES
-        s, keys = np.zeros((count, heads, room, m)), np.zeros((count, heads, d, room))
+        s, keys = _zeros(count, heads, room, m), _zeros(count, heads, d, room)
         known = state.length
         s[:, :, :known, : settings.true_m] = state.values[part, :, :known].float().numpy()
         keys[..., :known] = state.keys[part, :, :known].float().numpy().swapaxes(-1, -2)
@@ -188,7 +188,13 @@ def states_of(
         z = state.z[part].float().numpy()
     if isinstance(state, DeltaState):
         recent = _by_head(state.recent[part].float(), settings, heads).numpy()
-    return States(*(t.astype(np.float32, order="C") for t in (s, z, keys, recent)))
+    # A cache is large, and copied already; sums may still be the caller's.
+    copy = not isinstance(state, SoftmaxState)
+    return States(*(t.astype(np.float32, order="C", copy=copy) for t in (s, z, keys, recent)))
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype=np.float32)
 
 
 def angles(features: int, length: int) -> Float[np.ndarray, "n half_d two"]:
