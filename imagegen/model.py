@@ -84,7 +84,6 @@ class ImageTransformer(nn.Module):
         n_classes: number of labels that the model is conditioned on; none by default.
         label_dropout: share of labels withheld in training, so that the model also learns to do
             without (classifier-free guidance, Ho and Salimans, 2022).
-        start_from_values: whether training is to begin with `start_from`.
         flips: whether the model is told that an image is mirrored, for training on mirrored images
             without drawing them.
 
@@ -113,7 +112,6 @@ class ImageTransformer(nn.Module):
         tokens: str = "subpixel",
         n_classes: int | None = None,
         label_dropout: float = 0.1,
-        start_from_values: bool = False,
         flips: bool = False,
     ) -> None:
         super().__init__()
@@ -130,7 +128,6 @@ class ImageTransformer(nn.Module):
         self.raster = Raster(spec, tokens)
         self.n_classes = n_classes
         self.label_dropout = label_dropout
-        self.start_from_values = start_from_values
         self.embedding = build(embedding, InputEmbedding, d_model=d_model, raster=self.raster)
         # The last row stands for "no label".
         self.label = None if n_classes is None else nn.Embedding(n_classes + 1, d_model)
@@ -171,18 +168,6 @@ class ImageTransformer(nn.Module):
             levels=spec.levels,
             values_per_step=self.raster.values_per_step,
         )
-
-    def start_from(self, images: UInt8[Tensor, "b h w c"], most: int = 4096) -> None:
-        """Let the new model predict how often each level occurs in these images, the same in every
-        step; see `OutputHead.start_from`.
-
-        Args:
-            images: levels.
-            most: of how many steps the values are taken, at random places that are always the same.
-        """
-        values = self.raster.to_sequence(images).flatten(0, 1)
-        chosen = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))[:most]
-        self.head.start_from(values[chosen].to(self.device))
 
     def parameters_of(
         self,

@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -47,7 +46,6 @@ from imagegen.sweeps import sweep_group
 from imagegen.training import ImageModule, Schedule
 
 MAX_SEED = 2**32 - 1
-STARTING_IMAGES = 512
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -138,10 +136,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     trainer = _trainer(cfg, folder, [Metadata(metadata, dataset), *own])
     # Before anything is written, so that data that cannot be had leave no run behind.
     data.prepare_data()
-    images = data.split("train").images
-    if model.start_from_values and cfg.resume is None:
-        some = np.linspace(0, len(images) - 1, min(len(images), STARTING_IMAGES)).astype(int)
-        model.start_from(torch.from_numpy(images[some]))
+    data.split("train")
 
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)

@@ -146,22 +146,6 @@ def test_attentions_and_heads_train(
     assert len(list((run / "samples").iterdir())) == 2
 
 
-def test_sets_out_from_how_often_levels_occur(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = ["trainer.max_steps=1", "trainer.max_epochs=-1", "trainer.log_every_n_steps=1"]
-    first = {}
-    for start in ("true", "false"):
-        folder = tmp_path / start
-        options = [*few, f"model.start_from_values={start}", "logger=csv"]
-        assert _train(monkeypatch, *SMALL, *options, f"hydra.run.dir={folder}") == 0
-        first[start] = float(_rows(folder)[0]["train/bits_per_dim"])
-    levels = np.bincount(Digits().split("train").images.flatten())
-    entropy = -np.sum(levels / levels.sum() * np.log2(levels / levels.sum()))
-    assert abs(first["true"] - entropy) < 0.15
-    assert first["false"] > entropy + 0.5
-
-
 def test_a_seed_gives_its_weights_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

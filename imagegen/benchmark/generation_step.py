@@ -28,8 +28,9 @@ from imagegen.model import ImageTransformer, ModelState
 
 Step = Callable[[], None]
 
-_SHORT, _MOST = 0.1, 9
-"""Calls of the compiled loop are repeated up to so many seconds and so many times."""
+_SHORT, _MOST, _UNSURE = 0.1, 9, 5
+"""Calls of the compiled loop are repeated up to so many seconds and so many times, and so often at
+least where little of them is steps."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,13 @@ class GenerationStep:
             expected = max(call(position, 1) - call(position, 0), 1e-6)
             steps = max(1, min(self.steps, int(self.piece / expected)))
             found: list[float] = []
-            spent, unsure = 0.0, True
-            # Of few and fast steps one difference says little, nor where most of a call is the rest.
-            while not found or (spent < _SHORT and len(found) < _MOST) or (unsure and len(found) < 5):
+            spent, least = 0.0, 1
+            # Of few and fast steps one difference says little, and so it does where setting up a
+            # batch takes longer than its steps.
+            while len(found) < least or (spent < _SHORT and len(found) < _MOST):
                 whole, rest = call(position, steps), call(position, 0)
                 spent += whole
-                unsure = rest > whole / 2
+                least = _UNSURE if rest > whole / 2 else least
                 found.append((whole - rest) / steps)
             # A machine that is busy now and then may make the differences meaningless.
             middle = statistics.median(found)

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from imagegen.heads.controls import Controls, nucleus
 
-START_TURNS, START_RATE = 300, 0.05
-
 
 class OutputHead(nn.Module, ABC):
     """Maps the model's output to a distribution over the levels of a step's values.
@@ -27,12 +25,7 @@ class OutputHead(nn.Module, ABC):
         d_model: width `e` of the model's output.
         levels: number of levels of a value.
         values_per_step: number of values `s`.
-
-    Attributes:
-        projection: what `forward` applies to the model's output.
     """
-
-    projection: nn.Linear
 
     def __init__(self, d_model: int, levels: int, values_per_step: int = 1) -> None:
         super().__init__()
@@ -81,26 +74,6 @@ class OutputHead(nn.Module, ABC):
         controls: Controls,
     ) -> Integer[Tensor, "b s"]:
         """`sample` where something is left to chance."""
-
-    def start_from(self, values: Integer[Tensor, "n s"]) -> None:
-        """Set out from one distribution for all steps, the likeliest for these values.
-
-        The bias is fitted by gradient descent and the weights become 0, so that training has to
-        learn how steps differ, but not which levels are common.
-
-        Args:
-            values: levels of n steps, 0 to levels - 1.
-        """
-        bias = self.projection.bias
-        optimizer = torch.optim.Adam([bias], betas=(0.9, 0.95))
-        with torch.enable_grad():
-            for turn in range(START_TURNS):
-                optimizer.param_groups[0]["lr"] = START_RATE * (1 - turn / START_TURNS)
-                optimizer.zero_grad()
-                (-self.log_prob(bias.expand(len(values), -1), values)).mean().backward()
-                optimizer.step()
-        optimizer.zero_grad()
-        nn.init.zeros_(self.projection.weight)
 
     def check(self, controls: Controls) -> None:
         """Refuse controls that this distribution does not have.

@@ -141,29 +141,6 @@ def test_means_start_spread_over_the_range() -> None:
     assert cost < uniform + 0.15
 
 
-@pytest.mark.parametrize("kind", ["mixture", "colour", "categorical"])
-def test_starts_from_how_often_levels_occur(kind: str) -> None:
-    head = _head(kind, 256)
-    rng = np.random.default_rng(0)
-    # Most values lie at one level, as the background of MNIST does, the rest in a broad hump.
-    common = rng.random((4096, head.values_per_step)) < 0.8
-    hump = rng.normal(200, 20, common.shape).clip(0, 255).round()
-    values = torch.from_numpy(np.where(common, 0, hump).astype(np.uint8))
-    hidden = torch.randn(5, 8)
-    spread = -head.log_prob(head(hidden[:1]).expand(4096, -1), values).mean().item()
-    head.start_from(values)
-    parameters = head(hidden)
-    assert torch.equal(parameters, parameters[:1].expand(5, -1))
-    assert head.projection.weight.requires_grad and head.projection.bias.requires_grad
-    assert head.projection.bias.grad is None
-    cost = -head.log_prob(parameters[:1].expand(4096, -1), values).mean().item()
-    share = np.bincount(values.flatten().numpy(), minlength=256) / values.numel()
-    entropy = stats.entropy(share)
-    # One component serves all channels of a pixel, so these independent ones are hard for it.
-    room = 0.5 if kind == "colour" else 0.05
-    assert entropy - 1e-3 < cost < entropy + room < spread
-
-
 def test_too_few_components_are_refused() -> None:
     with pytest.raises(UserError, match="n_mixtures=0 must be at least 1"):
         MixtureOfLogistics(8, 256, n_mixtures=0)
