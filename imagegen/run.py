@@ -254,6 +254,7 @@ def _resume_state(
 
 def _trainer(cfg: DictConfig, folder: Path, callbacks: list[Callback]) -> Trainer:
     options: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
+    check_section("trainer", options)
     # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))
     callbacks.extend(
