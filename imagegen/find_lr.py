@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
+from imagegen.precision import trainer_options
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -99,7 +100,7 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
 
 def _relevant(trainer: Mapping[str, Any]) -> dict[str, Any]:
     names = ("accelerator", "devices", "precision", "gradient_clip_val", "accumulate_grad_batches")
-    return {name: trainer[name] for name in names if name in trainer}
+    return trainer_options({name: trainer[name] for name in names if name in trainer})
 
 
 def _run(cfg: DictConfig) -> None:

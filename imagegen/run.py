@@ -38,6 +38,7 @@ from imagegen.model import ImageTransformer, default_options
 from imagegen.model_options import model_options
 from imagegen.optimizers import OptimizerFactory, build_optimizer
 from imagegen.output import write_atomic
+from imagegen.precision import trainer_options
 from imagegen.processes import check_sharding
 from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
@@ -253,7 +254,7 @@ def _resume_state(
 
 
 def _trainer(cfg: DictConfig, folder: Path, callbacks: list[Callback]) -> Trainer:
-    options: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
+    options = trainer_options(OmegaConf.to_container(cfg.trainer, resolve=True))  # type: ignore[arg-type]
     check_section("trainer", options)
     # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))

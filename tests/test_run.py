@@ -287,7 +287,10 @@ def test_a_run_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("seed=-1", "seed=-1 must be a whole number from 0 to"),
         ("seed=5000000000", "seed=5000000000 must be a whole number from 0 to"),
         ("optimizer.lr=-1", "the optimizer refuses its settings: Invalid learning rate"),
-        ("trainer.num_sanity_val_steps=[1]", "trainer takes num_sanity_val_steps as a whole number"),
+        (
+            "trainer.num_sanity_val_steps=[1]",
+            "trainer takes num_sanity_val_steps as a whole number",
+        ),
         ("callbacks.best.filename=0.5", "callbacks.best takes filename as a word or null, not 0.5"),
         ("model.d_model=40000000", "memory does not suffice"),
         ("dataset={_target_: imagegen.data.image_folder.ImageFolder, root: nowhere}", "nowhere"),

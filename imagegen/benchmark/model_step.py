@@ -7,7 +7,6 @@ import ctypes
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imagegen.benchmark.contestants import Trainer
@@ -87,17 +86,3 @@ def return_free_memory() -> None:
     gc.collect()
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16; it computes with them painfully else."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    # Names of Linux: x86's AVX-512 and AMX, and those of 64-bit ARM.
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(text.split()))

@@ -103,8 +103,9 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
     import torch
 
     from imagegen.benchmark.measure import Plan
-    from imagegen.benchmark.model_step import CLIP, ModelStep, has_bf16
+    from imagegen.benchmark.model_step import CLIP, ModelStep
     from imagegen.benchmark.worker import Worker
+    from imagegen.precision import has_bf16
 
     common = options.common
     threads = common.threads or torch.get_num_threads()

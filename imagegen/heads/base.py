@@ -25,7 +25,12 @@ class OutputHead(nn.Module, ABC):
         d_model: width `e` of the model's output.
         levels: number of levels of a value.
         values_per_step: number of values `s`.
+
+    Attributes:
+        projection: from the model's output to the parameters.
     """
+
+    projection: nn.Linear
 
     def __init__(self, d_model: int, levels: int, values_per_step: int = 1) -> None:
         super().__init__()
@@ -41,6 +46,13 @@ class OutputHead(nn.Module, ABC):
     @abstractmethod
     def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
         """Parameters of the distribution, in float32 at least."""
+
+    def _projected(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
+        # In the weights' own precision under autocast too: bfloat16 has too few digits to place a
+        # mean among 256 levels.
+        with torch.autocast(hidden.device.type, enabled=False):
+            parameters: Tensor = self.projection(hidden.to(self.projection.weight.dtype))
+        return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
 
     @abstractmethod
     def log_prob(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
@@ -32,8 +31,7 @@ class Categorical(OutputHead):
         return 1
 
     def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
-        logits = self.projection(hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self._projected(hidden)
 
     def log_prob(
         self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]

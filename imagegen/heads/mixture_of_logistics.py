@@ -61,8 +61,7 @@ class MixtureOfLogistics(OutputHead):
         return 1 + self.values_per_step
 
     def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
-        parameters = self.projection(hidden)
-        return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
+        return self._projected(hidden)
 
     def log_prob(
         self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]
