@@ -106,6 +106,7 @@ def choose_decoder(
     if model.raster.length < SHORTEST:
         return None
     if controls.greedy or controls.top_p != 1 or controls.guidance != 1:
+        say("without compiled loops, which have no temperature=0, no top_p and no guidance")
         return None
     decoder = _decoder(model, precision)
     if isinstance(decoder, Decoder):
