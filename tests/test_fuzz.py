@@ -155,7 +155,7 @@ def fuzz_training(project: Path, examples: int) -> Counter[str]:
     }
     # What the first runs import takes longer than a run may, and Python 3.11 does not stand an
     # interrupt while shape checks are put into a module (SystemError, cpython issue 106905).
-    for choice in CHOICES:
+    for choice in CHOICES[:-1]:  # the last one has no data
         argv = [*SMALL, *choice, "hydra.run.dir=run"]
         assert refused_whole(project, train.main, argv, 300).status == 0
 
