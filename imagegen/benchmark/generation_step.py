@@ -28,9 +28,8 @@ from imagegen.model import ImageTransformer, ModelState
 
 Step = Callable[[], None]
 
-_SHORT, _MOST, _UNSURE = 0.1, 9, 5
-"""Calls of the compiled loop are repeated up to so many seconds and so many times, and so often at
-least where little of them is steps."""
+_SHORT, _MOST = 0.1, 9
+"""Calls of the compiled loop are repeated up to so many seconds and so many times."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ class GenerationStep:
     def _compiled_timer(self, model: ImageTransformer) -> Callable[[int], float]:
         """The loop is called once for an image, and copies the state then.
 
-        What a call takes beside its steps is left out, by the difference of two calls.
+        What a call takes beside its steps is left out, by the difference of two calls, and the
+        copies, where the decoder tells them apart: those of large caches take longer than steps.
         """
         decoder = choose_decoder(model, Controls(), self.drawer.precision)
         if decoder is None:
@@ -109,13 +109,11 @@ class GenerationStep:
             expected = max(call(position, 1) - call(position, 0), 1e-6)
             steps = max(1, min(self.steps, int(self.piece / expected)))
             found: list[float] = []
-            spent, least = 0.0, 1
-            # Of few and fast steps one difference says little, and so it does where setting up a
-            # batch takes longer than its steps.
-            while len(found) < least or (spent < _SHORT and len(found) < _MOST):
+            spent = 0.0
+            # Of few and fast steps one difference says little.
+            while not found or (spent < _SHORT and len(found) < _MOST):
                 whole, rest = call(position, steps), call(position, 0)
                 spent += whole
-                least = _UNSURE if rest > whole / 2 else least
                 found.append((whole - rest) / steps)
             # A machine that is busy now and then may make the differences meaningless.
             middle = statistics.median(found)
@@ -145,7 +143,8 @@ class GenerationStep:
         started = time.perf_counter()
         decoder.draw(state, parameters, sequence, noise.clip(1e-9, 1 - 1e-9), Controls())
         finish()
-        return time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        return elapsed if decoder.loop_seconds is None else decoder.loop_seconds
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,13 @@ class Decoder(ABC):
     Attributes:
         variant: what the compiled code depends on, in one word.
         precision: of the weights: 32, int16 or int8.
+        loop_seconds: what the last call of `draw` spent in its loop, without copying states; None
+            where that is not told apart.
     """
 
     variant: str
     precision: str
+    loop_seconds: float | None = None
 
     @abstractmethod
     def draw(

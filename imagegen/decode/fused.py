@@ -6,6 +6,7 @@ Axes: `b` batch, `n` position, `s` value a step, `u` uniform number, `p` paramet
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -70,6 +71,7 @@ class FusedDecoder(Decoder):
         teams, members = _teams(self.model, len(sequence))
         parts = _parts(len(sequence), teams)
         flags = [team_flags() for _ in range(teams)]
+        self.loop_seconds = 0.0
 
         def work(rows: Rows, team: int, member: int) -> None:
             try:
@@ -91,6 +93,7 @@ class FusedDecoder(Decoder):
                     self._rows(members, part, state, parameters, sequence, noise)
                     for part in parts[start : start + teams]
                 ]
+                started = time.perf_counter()
                 tasks = [
                     pool.submit(work, rows, team, member)
                     for team, rows in enumerate(together)
@@ -103,6 +106,7 @@ class FusedDecoder(Decoder):
                     for own in flags:
                         abandon(own)
                     raise
+                self.loop_seconds += time.perf_counter() - started
 
     def parameters(
         self,
