@@ -23,6 +23,8 @@ from imagegen.output import lock_folder
 
 STATES = ("running", "finished", "interrupted", "failed", "crashed")
 ORDERS = ("best", "folder", "state")
+WIDTH = 160
+"""Columns of a table that no terminal shows."""
 _SKIPPED = {"checkpoints", "samples", "wandb", ".hydra", "tensorboard"}
 
 
@@ -147,6 +149,7 @@ def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
     """One line a run; what all of them have in common stands above."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from imagegen.durations import format_seconds
 
@@ -163,15 +166,18 @@ def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
     table.add_column("state")
     for run in runs:
         table.add_row(
-            _shown(run.folder, roots),
-            " ".join(text for text in run.overrides if text not in common),
+            # Not as strings, in which rich reads [brackets] as markup.
+            Text(_shown(run.folder, roots)),
+            Text(" ".join(text for text in run.overrides if text not in common)),
             "" if run.best is None else f"{run.best:.4f}",
             f"{run.steps:,}",
             "" if run.seconds is None else format_seconds(run.seconds),
             "" if run.parameters is None else f"{run.parameters:,}",
             run.state,
         )
-    Console().print(table)
+    # A pipe has no width, and the one that rich takes for it is too small for options.
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    Console(width=None if known else WIDTH).print(table)
 
 
 def _shown(folder: Path, roots: Sequence[Path]) -> str:

@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from imagegen.callbacks import Rates
 from imagegen.data.base import ImageDataset
@@ -80,7 +81,7 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
         "run folder": shown(folder),
     }
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # not a string, in which rich reads [brackets] as markup
     Console().print(table)
     run = argument("ckpt", folder)
     if not (folder / "checkpoints").is_dir():

@@ -9,6 +9,7 @@ import pytest
 
 from imagegen.resume import claim_run_folder
 from imagegen.runs import find_runs, main, sort_runs
+from imagegen.summary import say_result
 
 
 def _make(
@@ -77,6 +78,21 @@ def test_the_command(
     assert main([str(outputs / "a"), "--json", "--sort", "folder"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [run["state"] for run in told] == ["finished", "interrupted"]
+
+
+def test_brackets_are_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    pattern = "attention.pattern=[linear,softmax]"
+    run = _make(tmp_path / "k[big][" / "x]", "finished", 2.0, [pattern, "callbacks=[/b]"])
+    assert main([str(tmp_path)]) == 0
+    line = next(text for text in capsys.readouterr().out.splitlines() if "finished" in text)
+    for text in (pattern, "k[big][/x]", "[/b]"):
+        assert text in line
+    summary = {"best_bits_per_dim": 2.0, "best_checkpoint": None, "steps": 1, "epochs": 1}
+    say_result({**summary, "seconds": 3.0, "parameters": 5}, run)
+    assert "k[big][/x]" in capsys.readouterr().out.replace("\n", "").replace(" ", "")
 
 
 def test_nothing_to_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
