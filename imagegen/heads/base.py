@@ -43,11 +43,8 @@ class OutputHead(nn.Module, ABC):
     def uniforms_per_step(self) -> int:
         """How many uniform numbers `sample` consumes for one step, at least `values_per_step`."""
 
-    @abstractmethod
     def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
         """Parameters of the distribution, in float32 at least."""
-
-    def _projected(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
         # In the weights' own precision under autocast too: bfloat16 has too few digits to place a
         # mean among 256 levels.
         with torch.autocast(hidden.device.type, enabled=False):

@@ -30,9 +30,6 @@ class Categorical(OutputHead):
     def uniforms_per_step(self) -> int:
         return 1
 
-    def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
-        return self._projected(hidden)
-
     def log_prob(
         self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]
     ) -> Float[Tensor, "*batch s"]:

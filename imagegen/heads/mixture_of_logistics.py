@@ -60,9 +60,6 @@ class MixtureOfLogistics(OutputHead):
     def uniforms_per_step(self) -> int:
         return 1 + self.values_per_step
 
-    def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
-        return self._projected(hidden)
-
     def log_prob(
         self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]
     ) -> Float[Tensor, "*batch s"]:
