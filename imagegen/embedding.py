@@ -110,6 +110,10 @@ class Neighbourhood(InputEmbedding):
     Args:
         neighbours: offsets (row, column) in pixels, each of them before the predicted pixel.
 
+    Attributes:
+        lags: steps from each neighbour to the predicted one.
+        n_numbers: how many numbers `numbers` gives for a step.
+
     Raises:
         UserError: for a neighbour that does not come before the predicted pixel.
     """
@@ -136,9 +140,9 @@ class Neighbourhood(InputEmbedding):
             for row, column in neighbours
             if -row < spec.height
             and abs(column) < spec.width
-            and self._lag(row, column) not in previous
+            and self.lag(row, column) not in previous
         ]
-        lags = [self._lag(row, column) for row, column in pixels] + previous
+        lags = [self.lag(row, column) for row, column in pixels] + previous
         self.lookback = max(lags)
         values = raster.values_per_step
         self.register_buffer("lags", torch.tensor(lags), persistent=False)
@@ -147,14 +151,15 @@ class Neighbourhood(InputEmbedding):
         self.register_buffer("table", table.view(len(lags), values), persistent=False)
 
         self.value = nn.EmbeddingBag(table.numel() * (spec.levels + 1), d_model, mode="sum")
-        self.number = nn.Linear(len(lags) * (values + 1), d_model)
+        self.n_numbers = len(lags) * (values + 1)
+        self.number = nn.Linear(self.n_numbers, d_model)
         self.row = nn.Embedding(spec.height, d_model)
         self.column = nn.Embedding(spec.width, d_model)
         self.channel = nn.Embedding(raster.steps_per_pixel, d_model)
         for embedding in (self.value, self.row, self.column, self.channel):
             nn.init.normal_(embedding.weight, std=d_model**-0.5)
 
-    def _lag(self, row: int, column: int) -> int:
+    def lag(self, row: int, column: int) -> int:
         """Steps from a neighbouring pixel to the predicted step, of the same channel."""
         return (-row * self.raster.spec.width - column) * self.raster.steps_per_pixel
 
@@ -172,22 +177,34 @@ class Neighbourhood(InputEmbedding):
         return torch.stack(inside + [step >= lag for lag in previous], dim=-1)
 
     def forward(self, window: UInt8[Tensor, "b w s"], start: Position) -> Float[Tensor, "b n e"]:
-        spec = self.raster.spec
-        n = window.shape[1] - self.lookback + 1
-        step = start + torch.arange(n, device=window.device)
-        lags, table = cast(Tensor, self.lags), cast(Tensor, self.table)
-        valid = cast(Tensor, self.valid)[step]
-        source = torch.arange(self.lookback, self.lookback + n, device=window.device)
-        level = window[:, source.unsqueeze(-1) - lags]  # "b n k s"
-        index = torch.where(valid.unsqueeze(-1), level.int(), spec.levels) + table
+        level, valid, step = self._seen(window, start)
+        table = cast(Tensor, self.table)
+        index = torch.where(valid.unsqueeze(-1), level.int(), self.raster.spec.levels) + table
         value = self.value(index.flatten(2).flatten(0, 1)).unflatten(0, index.shape[:2])
-
-        dtype = self.number.weight.dtype
-        number = (level.to(dtype) * (2 / (spec.levels - 1)) - 1) * valid.unsqueeze(-1)
-        flags = valid.to(dtype).expand(number.shape[:3])
         place = (
             self.row(step // self.raster.row_length)
-            + self.column(step // self.raster.steps_per_pixel % spec.width)
+            + self.column(step // self.raster.steps_per_pixel % self.raster.spec.width)
             + self.channel(step % self.raster.steps_per_pixel)
         )
-        return value + self.number(torch.cat([number.flatten(2), flags], dim=-1)) + place
+        return value + self.number(self._numbers(level, valid)) + place
+
+    def numbers(
+        self, window: UInt8[Tensor, "b w s"], start: Position
+    ) -> Float[Tensor, "b n n_numbers"]:
+        """The neighbours' values from -1 to 1, 0 outside the image; then 1 for each one inside."""
+        level, valid, _ = self._seen(window, start)
+        return self._numbers(level, valid)
+
+    def _numbers(self, level: Tensor, valid: Tensor) -> Tensor:
+        dtype = self.number.weight.dtype
+        number = (level.to(dtype) * (2 / (self.raster.spec.levels - 1)) - 1) * valid.unsqueeze(-1)
+        flags = valid.to(dtype).expand(number.shape[:3])
+        return torch.cat([number.flatten(2), flags], dim=-1)
+
+    def _seen(self, window: Tensor, start: Position) -> tuple[Tensor, Tensor, Tensor]:
+        """Neighbours' levels "b n k s", whether each is inside the image "n k", the steps "n"."""
+        n = window.shape[1] - self.lookback + 1
+        step = start + torch.arange(n, device=window.device)
+        source = torch.arange(self.lookback, self.lookback + n, device=window.device)
+        level = window[:, source.unsqueeze(-1) - cast(Tensor, self.lags)]
+        return level, cast(Tensor, self.valid)[step], step

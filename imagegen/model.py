@@ -19,9 +19,10 @@ from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.block import NORMS, Block, known
 from imagegen.build import build
 from imagegen.dropout import Dropout
-from imagegen.embedding import InputEmbedding
+from imagegen.embedding import InputEmbedding, Neighbourhood
 from imagegen.errors import UserError
 from imagegen.heads.base import OutputHead
+from imagegen.prediction import LinearPrediction
 from imagegen.raster import Raster
 from imagegen.spec import ImageSpec
 
@@ -81,6 +82,7 @@ class ImageTransformer(nn.Module):
         dropout: share of activations zeroed in training.
         activation, norm_first, norm, gated, residual_scale, convolution: see `Block`.
         tokens: what a step predicts, see `Raster`.
+        linear_prediction: whether distributions that can do so lie around a `LinearPrediction`.
         n_classes: number of labels that the model is conditioned on; none by default.
         label_dropout: share of labels withheld in training, so that the model also learns to do
             without (classifier-free guidance, Ho and Salimans, 2022).
@@ -110,6 +112,7 @@ class ImageTransformer(nn.Module):
         residual_scale: float | None = None,
         convolution: Sequence[int] | None = None,
         tokens: str = "subpixel",
+        linear_prediction: bool = False,
         n_classes: int | None = None,
         label_dropout: float = 0.1,
         flips: bool = False,
@@ -168,6 +171,15 @@ class ImageTransformer(nn.Module):
             levels=spec.levels,
             values_per_step=self.raster.values_per_step,
         )
+        self.prediction = None
+        if linear_prediction and self.head.takes_prediction:
+            if not isinstance(self.embedding, Neighbourhood):
+                raise UserError(
+                    "model.linear_prediction=true needs an embedding that sees neighbours, but "
+                    f"model.embedding is {type(self.embedding).__name__}; leave it false."
+                )
+            self.prediction = LinearPrediction(self.embedding, self.raster)
+            self.head.start_from_prediction()
 
     def parameters_of(
         self,
@@ -268,7 +280,8 @@ class ImageTransformer(nn.Module):
         for block, layer in zip(self._blocks(), state.layers, strict=True):
             x, layer = block.step(x, layer)
             layers.append(layer)
-        parameters = self.head(self.norm(x))
+        predicted = self._predicted(recent, state.position)
+        parameters = self.head(self.norm(x), None if predicted is None else predicted.squeeze(1))
         return parameters, ModelState(state.position + 1, recent, layers, state.context)
 
     @property
@@ -305,6 +318,13 @@ class ImageTransformer(nn.Module):
         x = self.embedding(window, start)
         return self.dropout(x if context is None else x + context.unsqueeze(1))
 
+    def _predicted(self, window: Tensor, start: Position) -> Tensor | None:
+        """The linear prediction of the values, "b n s"."""
+        if self.prediction is None:
+            return None
+        numbers = cast(Neighbourhood, self.embedding).numbers(window, start)
+        return cast(Tensor, self.prediction(numbers))
+
     def _parallel(
         self,
         window: Tensor,
@@ -317,7 +337,7 @@ class ImageTransformer(nn.Module):
         for index, block in enumerate(self._blocks()):
             x, layer = block(x, states[index] if states else None)
             layers.append(layer)
-        return self.head(self.norm(x)), layers
+        return self.head(self.norm(x), self._predicted(window, start)), layers
 
 
 def default_options() -> dict[str, Any]:

@@ -52,6 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "linear-paper-pixel": {"norm_first": False, "tokens": "pixel"},
     "linear-neighbourhood": {},
     "linear-neighbourhood-pixel": {"tokens": "pixel", "n_classes": 3, "flips": True},
+    "linear-neighbourhood-predicted": {"tokens": "pixel", "linear_prediction": True},
+    "softmax-neighbourhood-predicted": {"tokens": "subpixel", "linear_prediction": True},
     "linear-neighbourhood-convolution": {"convolution": [1, 2], "tokens": "pixel"},
     "softmax-neighbourhood": MODERN,
 }
@@ -225,6 +227,10 @@ def test_paper_models_have_the_papers_size() -> None:
             {"embedding": {**EMBEDDING["neighbourhood"], "neighbours": [[0, 1]]}},
             "before the predicted one",
         ),
+        (
+            {"embedding": EMBEDDING["paper"], "linear_prediction": True},
+            "linear_prediction=true needs an embedding that sees neighbours, .* ValueAndSinusoid",
+        ),
     ],
 )
 def test_impossible_models_are_refused(options: dict[str, Any], sentence: str) -> None:
@@ -239,3 +245,33 @@ def test_one_row_images_and_single_pixels_have_models() -> None:
         torch.testing.assert_close(
             _stepped(model, sequence)[0], model.parameters_of(sequence), rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("tokens", ["pixel", "subpixel"])
+def test_prediction_begins_with_what_is_near(tokens: str) -> None:
+    """Away from the borders an even image is foretold, and a smooth one costs little at once."""
+    spec = ImageSpec(8, 8, 3)
+    options = {"embedding": EMBEDDING["neighbourhood"], "tokens": tokens}
+    model = tiny_model(spec, linear_prediction=True, **options)
+    assert model.prediction is not None
+    even = torch.tensor([10, 100, 250], dtype=torch.uint8).expand(1, 8, 8, 3)
+    sequence = model.raster.to_sequence(even)
+    predicted = model._predicted(model._padded(sequence[:, :-1]), 0)
+    inside = predicted.view(8, 8, 3)[1:, 1:-1]
+    expected = torch.tensor([10, 100, 250]) * (2 / 255) - 1
+    torch.testing.assert_close(inside, expected.expand_as(inside))
+
+    slope = torch.arange(8) * 9
+    smooth = (slope[:, None, None] + slope[:, None] + torch.arange(3) * 20).to(torch.uint8)[None]
+    plain = tiny_model(spec, **options).bits_per_dim(smooth)
+    assert model.bits_per_dim(smooth).item() < plain.item() - 1
+
+
+def test_categorical_heads_have_no_use_for_a_prediction() -> None:
+    categorical = {"_target_": "imagegen.heads.categorical.Categorical"}
+    model = tiny_model(
+        GREY, head=categorical, embedding=EMBEDDING["neighbourhood"], linear_prediction=True
+    )
+    assert model.prediction is None
+    with pytest.raises(NotImplementedError, match="Categorical takes no prediction"):
+        model.head(torch.zeros(1, 16), torch.zeros(1, 1))

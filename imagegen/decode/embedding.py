@@ -15,6 +15,7 @@ from torch import Tensor
 
 from imagegen.decode.compile import fast
 from imagegen.embedding import Neighbourhood, ValueAndSinusoid
+from imagegen.prediction import LinearPrediction
 
 
 @dataclass
@@ -61,15 +62,8 @@ def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
     spec, values, width = raster.spec, raster.values_per_step, embedding.d_model
     lags = cast(Tensor, embedding.lags).numpy()
     table = embedding.value.weight.double().numpy()
-    table = table.reshape(len(lags), values, spec.levels + 1, width).copy()
-    number = embedding.number.weight.double().numpy().T
-    numbers = number[: len(lags) * values].reshape(len(lags), values, 1, width)
-    flags = number[len(lags) * values :].reshape(len(lags), 1, 1, width)
-    scaled = np.arange(spec.levels).reshape(1, 1, -1, 1) * (2 / (spec.levels - 1)) - 1
-    # What a neighbour inside adds for its level as a number, and once for being inside.
-    table[:, :, :-1] += numbers * scaled
-    table[:, :1, :-1] += flags
-
+    table = table.reshape(len(lags), values, spec.levels + 1, width)
+    table = table + _of_numbers(embedding, embedding.number.weight)
     step = torch.arange(raster.length)
     place = (
         embedding.row(step // raster.row_length)
@@ -83,6 +77,56 @@ def _of_neighbourhood(embedding: Neighbourhood) -> EmbeddingTables:
         np.ascontiguousarray(table, dtype=np.float32),
         place.float().numpy(),
     )
+
+
+def _of_numbers(embedding: Neighbourhood, weight: Float[Tensor, "e n"]) -> np.ndarray:
+    """What each level of each neighbour adds to a linear function of `Neighbourhood.numbers`."""
+    spec, values = embedding.raster.spec, embedding.raster.values_per_step
+    lags, (width, _) = len(cast(Tensor, embedding.lags)), weight.shape
+    number = weight.double().numpy().T
+    numbers = number[: lags * values].reshape(lags, values, 1, width)
+    flags = number[lags * values :].reshape(lags, 1, 1, width)
+    scaled = np.arange(spec.levels).reshape(1, 1, -1, 1) * (2 / (spec.levels - 1)) - 1
+    # Nothing for a neighbour outside; once for one that is inside, whatever its level.
+    table = np.zeros((lags, values, spec.levels + 1, width))
+    table[:, :, :-1] = numbers * scaled
+    table[:, :1, :-1] += flags
+    return table
+
+
+@torch.no_grad()
+def prediction_table(
+    prediction: LinearPrediction | None, embedding: ValueAndSinusoid | Neighbourhood
+) -> Float[np.ndarray, "k s v_and_outside p"]:
+    """A table as in `EmbeddingTables`, whose sum is the linear prediction; p is 0 without one."""
+    values = embedding.raster.values_per_step
+    if prediction is None:
+        return np.zeros((0, values, embedding.raster.spec.levels + 1, 0), dtype=np.float32)
+    table = _of_numbers(cast(Neighbourhood, embedding), prediction.weight)
+    return np.ascontiguousarray(table, dtype=np.float32)
+
+
+@no_type_check
+@fast()
+def predict(sequence, position, lags, inside, table, predicted, first, stop):
+    """The linear prediction of a position from the values before it.
+
+    Args:
+        sequence, position, lags, inside, first, stop: as in `embed`.
+        table: see `prediction_table`.
+        predicted: "r p", written.
+    """
+    outside = table.shape[2] - 1
+    for r in range(first, stop):
+        row = predicted[r]
+        row[:] = 0.0
+        for k in range(table.shape[0]):
+            for s in range(table.shape[1]):
+                level = outside
+                if inside[position, k]:
+                    level = int(sequence[r, position - lags[k], s])
+                for p in range(row.shape[0]):
+                    row[p] += table[k, s, level, p]
 
 
 @no_type_check

@@ -177,6 +177,7 @@ class FusedDecoder(Decoder):
             sequence=sequence[part],
             context=context,
             noise=noise[part],
+            predicted=room(weights.prediction.shape[3]),
             x=room(width),
             before=room(width),
             given=room(weights.mix.width),

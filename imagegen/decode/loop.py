@@ -18,11 +18,11 @@ from numba.extending import overload
 from imagegen.decode.attention import decayed_attention, linear_attention, softmax_attention
 from imagegen.decode.compile import compiled
 from imagegen.decode.elementwise import activate, add_scaled, copy, normalize
-from imagegen.decode.embedding import embed
+from imagegen.decode.embedding import embed, predict
 from imagegen.decode.matmul import PANEL
 from imagegen.decode.matrix import Matrix, multiply, round_rows
 from imagegen.decode.mixers import LinearMix, MixSettings, SoftmaxMix
-from imagegen.decode.sampling import draw_categorical, draw_mixture
+from imagegen.decode.sampling import draw_categorical, draw_mixture, lay_around
 from imagegen.decode.team import meet, share
 
 
@@ -37,6 +37,7 @@ class Weights(NamedTuple):
     inside: Bool[np.ndarray, "n k"]
     table: Float32[np.ndarray, "k s v e"]
     place: Float32[np.ndarray, "n e"]
+    prediction: Float32[np.ndarray, "k s v p"]
     mix: Matrix
     rates: Float32[np.ndarray, "l h"]
     mix_norm: Float32[np.ndarray, "l weight_bias m"]
@@ -77,6 +78,7 @@ class Rows(NamedTuple):
         sequence: levels; those that are drawn are written.
         context: added to the embedding.
         noise: uniform numbers of the steps from the first one drawn.
+        predicted: the linear prediction of the step's values; without columns where there is none.
         x: what runs through the layers.
         before: inputs of the layers, normalised.
         given, mixed: what the heads are given and return.
@@ -95,6 +97,7 @@ class Rows(NamedTuple):
     sequence: UInt8[np.ndarray, "r n s"]
     context: Float32[np.ndarray, "r e"]
     noise: Float64[np.ndarray, "r n u"]
+    predicted: Float32[np.ndarray, "r p"]
     x: Float32[np.ndarray, "r e"]
     before: Float32[np.ndarray, "r e"]
     given: Float32[np.ndarray, "r hg"]
@@ -250,6 +253,18 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
             meet(flags, members)
             multiply(before, whole, steps, head, 0, last_first, last_stop, parameters)
             meet(flags, members)
+            if rows.predicted.shape[1] > 0:
+                predict(
+                    sequence,
+                    position,
+                    w.lags,
+                    w.inside,
+                    w.prediction,
+                    rows.predicted,
+                    own_first,
+                    own_stop,
+                )
+                lay_around(parameters, rows.predicted, settings.components, own_first, own_stop)
         if not draws:
             continue
         values, uniforms = sequence[:, position], rows.noise[:, position - first]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from imagegen.block import Block, GatedLinearUnit
 from imagegen.decode import mixers
 from imagegen.decode.elementwise import ACTIVATIONS
-from imagegen.decode.embedding import tables_of
+from imagegen.decode.embedding import prediction_table, tables_of
 from imagegen.decode.loop import Settings, Weights
 from imagegen.decode.matmul import PANEL
 from imagegen.decode.matrix import Matrix, matrix
@@ -87,13 +87,15 @@ def _scales(block: Block, width: int) -> np.ndarray:
 
 def weights_of(model: ImageTransformer, layers: list[Mixer], bits: int) -> Weights:
     """The weights of a model as the loop reads them."""
-    tables = tables_of(cast(ValueAndSinusoid | Neighbourhood, model.embedding))
+    embedding = cast(ValueAndSinusoid | Neighbourhood, model.embedding)
+    tables = tables_of(embedding)
     blocks = cast(list[Block], list(model.blocks))
     return Weights(
         tables.lags,
         tables.inside,
         tables.table,
         tables.place,
+        prediction_table(model.prediction, embedding),
         mix=_groups(layers, bits),
         rates=np.stack([layer.rates for layer in layers]),
         mix_norm=np.stack([layer.norm for layer in layers]),

@@ -55,6 +55,30 @@ def draw_categorical(parameters, uniforms, temperature, work, values, first, sto
 
 @no_type_check
 @compiled()
+def lay_around(parameters, predicted, components, first, stop):
+    """Count the means of a mixture from a prediction; see `MixtureOfLogistics`.
+
+    Args:
+        parameters: "r p", or wider, as the head lays them out, changed.
+        predicted: "r s".
+        components: of the mixture.
+        first, stop: the rows to go through.
+    """
+    per_step = predicted.shape[1]
+    for r in range(first, stop):
+        row = parameters[r]
+        for k in range(components):
+            coefficient = components * (1 + 2 * per_step) + k
+            for s in range(per_step):
+                shift = float(predicted[r, s])
+                for earlier in range(s):
+                    shift -= math.tanh(float(row[coefficient])) * float(predicted[r, earlier])
+                    coefficient += components
+                row[components * (1 + s) + k] += np.float32(shift)
+
+
+@no_type_check
+@compiled()
 def draw_mixture(
     parameters,
     uniforms,

@@ -28,9 +28,11 @@ class OutputHead(nn.Module, ABC):
 
     Attributes:
         projection: from the model's output to the parameters.
+        takes_prediction: whether `forward` knows what to do with a prediction.
     """
 
     projection: nn.Linear
+    takes_prediction = False
 
     def __init__(self, d_model: int, levels: int, values_per_step: int = 1) -> None:
         super().__init__()
@@ -43,13 +45,32 @@ class OutputHead(nn.Module, ABC):
     def uniforms_per_step(self) -> int:
         """How many uniform numbers `sample` consumes for one step, at least `values_per_step`."""
 
-    def forward(self, hidden: Float[Tensor, "... e"]) -> Float[Tensor, "... p"]:
-        """Parameters of the distribution, in float32 at least."""
+    def forward(
+        self,
+        hidden: Float[Tensor, "... e"],
+        prediction: Float[Tensor, "... s"] | None = None,
+    ) -> Float[Tensor, "... p"]:
+        """Parameters of the distribution, in float32 at least.
+
+        Args:
+            hidden: the model's output.
+            prediction: of the values, as numbers from -1 for level 0 to 1 for the last one; only
+                where `takes_prediction`.
+        """
         # In the weights' own precision under autocast too: bfloat16 has too few digits to place a
         # mean among 256 levels.
         with torch.autocast(hidden.device.type, enabled=False):
             parameters: Tensor = self.projection(hidden.to(self.projection.weight.dtype))
-        return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
+        parameters = parameters.to(torch.promote_types(parameters.dtype, torch.float32))
+        return parameters if prediction is None else self._around(parameters, prediction)
+
+    def start_from_prediction(self) -> None:
+        """Set the initial weights for a model that gives predictions."""
+        raise NotImplementedError(f"{type(self).__name__} takes no prediction")
+
+    def _around(self, parameters: Tensor, prediction: Tensor) -> Tensor:
+        """The parameters of the distribution that lies around a prediction."""
+        raise NotImplementedError(f"{type(self).__name__} takes no prediction")
 
     @abstractmethod
     def log_prob(

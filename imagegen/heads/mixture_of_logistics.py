@@ -35,6 +35,10 @@ class MixtureOfLogistics(OutputHead):
     Log-scales are clamped to -7 (the bound of Katharopoulos et al., 2020) to 7, means to +-10,000:
     a bin then has a mass that float32 can hold, and the sampler uses the same bounds.
 
+    With a prediction y of the values, the means and the values before are counted from it: the mean
+    of a value is y_s + mean_s + sum over r < s of tanh(c_sr) (x_r - y_r), as the residuals of a
+    predictive coder. `forward` puts that into the means, so that all else is as without.
+
     Raises:
         UserError: for fewer than one component.
     """
@@ -55,6 +59,21 @@ class MixtureOfLogistics(OutputHead):
             means.copy_((torch.arange(n_mixtures) + 0.5) / n_mixtures * 2 - 1)
             log_scales.fill_(-math.log(n_mixtures))
             coefficients.zero_()
+
+    takes_prediction = True
+
+    def start_from_prediction(self) -> None:
+        """Components of several widths at the prediction; a channel errs as the one before it."""
+        with torch.no_grad():
+            self.projection.weight.mul_(0.1)
+            logits, means, log_scales, coefficients = self._divide(self.projection.bias)
+            logits.zero_()
+            # Equal components would stay equal.
+            means.normal_(std=0.02)
+            log_scales.copy_(torch.linspace(-1.5, -4.0, self.n_mixtures).expand_as(log_scales))
+            coefficients.zero_()
+            for s in range(1, self.values_per_step):
+                coefficients[s * (s + 1) // 2 - 1] = math.atanh(0.8)
 
     @property
     def uniforms_per_step(self) -> int:
@@ -144,6 +163,13 @@ class MixtureOfLogistics(OutputHead):
     def _scaled(self, levels: Tensor, like: Tensor) -> Tensor:
         """Levels "... s" as numbers from -1 to 1, "... s 1"."""
         return (levels.to(like.dtype) * (2 / (self.levels - 1)) - 1).unsqueeze(-1)
+
+    def _around(self, parameters: Tensor, prediction: Tensor) -> Tensor:
+        logits, means, log_scales, coefficients = self._divide(parameters)
+        y = prediction.to(means.dtype).unsqueeze(-1)
+        means = y + self._shifted(means, coefficients, -y.expand_as(means))
+        parts = torch.cat([logits, means, log_scales, coefficients], dim=-2)
+        return rearrange(parts, "... j k -> ... (j k)")
 
     def _bounded(self, parameters: Tensor) -> tuple[Tensor, ...]:
         logits, means, log_scales, coefficients = self._divide(parameters)

@@ -32,13 +32,17 @@ def _attention(name: str, **options: Any) -> dict[str, Any]:
 RELU = _attention("linear.LinearAttention", feature_map="relu")
 MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
     "paper": (ImageSpec(9, 7), {"norm_first": False, "activation": "relu", "n_layers": 2}),
-    "default": (ImageSpec(9, 7, 1, 17), {"embedding": NEIGHBOURHOOD, "n_layers": 2}),
+    "default": (
+        ImageSpec(9, 7, 1, 17),
+        {"embedding": NEIGHBOURHOOD, "n_layers": 2, "linear_prediction": True},
+    ),
     "sub-pixels": (ImageSpec(5, 4, 3), {"embedding": NEIGHBOURHOOD}),
     "pixels": (
         ImageSpec(6, 5, 3),
         {
             "embedding": NEIGHBOURHOOD,
             "tokens": "pixel",
+            "linear_prediction": True,
             "n_classes": 3,
             "flips": True,
             "norm": "rms",

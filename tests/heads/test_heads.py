@@ -182,6 +182,34 @@ def test_colour_mixture_is_that_of_pixelcnnpp() -> None:
     torch.testing.assert_close(head.log_prob(parameters[None], values).sum(), expected)
 
 
+def test_means_lie_around_a_prediction() -> None:
+    """Residuals of a predictive coder: mean_s + y_s + sum over r < s of tanh(c_sr) (x_r - y_r)."""
+    head = MixtureOfLogistics(8, 256, values_per_step=3, n_mixtures=2).double()
+    head.start_from_prediction()
+    hidden, prediction = torch.randn(8).double(), torch.tensor([0.3, -0.2, 0.9]).double()
+    alone, around = head(hidden), head(hidden, prediction)
+    x = torch.tensor([0.5, -0.7, 0.1]).double()
+    means, scales, coefficients = alone[2:].view(9, 2).split(3)
+    alpha, beta, gamma = coefficients.tanh()
+    rest = x - prediction
+    expected = prediction[:, None] + means
+    expected = expected + torch.stack(
+        [torch.zeros(2).double(), alpha * rest[0], beta * rest[0] + gamma * rest[1]]
+    )
+    _, means, seen_scales, coefficients = head._bounded(around)
+    torch.testing.assert_close(head._shifted(means, coefficients, x[:, None]), expected)
+    torch.testing.assert_close(seen_scales, scales)
+    torch.testing.assert_close(head(hidden, torch.zeros(3).double()), alone)
+
+
+def test_a_channel_errs_as_the_one_before_it_at_first() -> None:
+    head = MixtureOfLogistics(8, 256, values_per_step=3)
+    head.start_from_prediction()
+    *_, coefficients = head._bounded(head(torch.zeros(8)))
+    expected = torch.tensor([0.8, 0.0, 0.8])[:, None].expand(3, 10)
+    torch.testing.assert_close(coefficients.tanh(), expected)
+
+
 @pytest.mark.parametrize("guidance", [None, 1.0])
 def test_colours_drawn_follow_the_probabilities(guidance: float | None) -> None:
     head = _head("colour", 4)

@@ -1,0 +1,52 @@
+"""Linear prediction of the next values from the pixels around them, as lossless coders make it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imagegen.embedding import Neighbourhood
+from imagegen.raster import Raster
+
+# Least squares over small photographs, rounded; their sum is 1.
+FIRST_WEIGHTS = {(0, -1): 0.8, (-1, 0): 0.6, (-1, -1): -0.5, (-1, 1): 0.1}
+
+
+class LinearPrediction(nn.Module):
+    """A linear function of the numbers that the embedding sees, for each value of a step.
+
+    What the output distribution has to add is then as small as the residual of a predictive coder,
+    from the first training step on. At first each value is predicted from the same channel of the
+    pixels to the left and above, and from no more of them than the embedding sees.
+
+    Args:
+        embedding: gives the numbers `f`.
+        raster: the order of the values.
+
+    Attributes:
+        weight: "s f".
+    """
+
+    def __init__(self, embedding: Neighbourhood, raster: Raster) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(raster.values_per_step, embedding.n_numbers))
+        lags = cast(Tensor, embedding.lags).tolist()
+        with torch.no_grad():
+            for (row, column), weight in FIRST_WEIGHTS.items():
+                if embedding.lag(row, column) in lags:
+                    first = lags.index(embedding.lag(row, column)) * raster.values_per_step
+                    for value in range(raster.values_per_step):
+                        self.weight[value, first + value] = weight
+
+    def forward(self, numbers: Float[Tensor, "b n f"]) -> Float[Tensor, "b n s"]:
+        """Values from -1 to 1 or a little beyond.
+
+        Args:
+            numbers: of `Neighbourhood.numbers`.
+        """
+        with torch.autocast(numbers.device.type, enabled=False):  # see `OutputHead.forward`
+            return F.linear(numbers, self.weight)
