@@ -64,7 +64,7 @@ TABLES = {
         ),
         budget=600.0,
         images=2000,
-        places=True,
+        root="IMAGEGEN_SHARED_DATA",
     ),
 }
 

@@ -41,7 +41,7 @@ class Table:
         split: that is scored: test, or val for choosing settings.
         images: how many of its images; None for all.
         draws: images drawn at a time when generation is timed; 0: it is not.
-        places: whether the data lie in the folder that IMAGEGEN_SHARED_DATA names.
+        root: environment variable that may name the folder of the data; see `dataset.root`.
     """
 
     rows: Mapping[str, list[str]]
@@ -52,7 +52,7 @@ class Table:
     split: str = "test"
     images: int | None = None
     draws: int = 64
-    places: bool = False
+    root: str | None = None
 
     def seeds_of(self, row: str) -> tuple[int, ...]:
         """The seeds that a row is trained with."""
@@ -60,8 +60,8 @@ class Table:
 
     def options_of(self, row: str) -> list[str]:
         """The options of a row."""
-        root = os.environ.get("IMAGEGEN_SHARED_DATA") if self.places else None
-        data = [] if root is None else [f"dataset.root={root}", "dataset.download=false"]
+        root = None if self.root is None else os.environ.get(self.root)
+        data = [] if root is None else [f"dataset.root={root}"]
         return [*self.base, *data, *self.rows[row]]
 
 
@@ -211,10 +211,24 @@ def table_of(name: str, table: Table, out: Path) -> str:
     return "\n".join(lines)
 
 
+def curves(name: str, table: Table, out: Path) -> None:
+    """Learning curves of the runs that are there, to `out`."""
+    from benchmarks.curves import curve_of, write_curves
+
+    measured = json.loads((out / f"{name}-speed.json").read_text())["mechanisms"]
+    found = [
+        curve_of(folder_of(out, name, row, seed) / "metrics.csv", row, seed, measured[row])
+        for row in table.rows
+        for seed in table.seeds_of(row)
+        if (folder_of(out, name, row, seed) / "test.json").exists()
+    ]
+    write_curves(found, out / f"{name}-curves")
+
+
 def main(tables: Mapping[str, Table], description: str) -> None:
     """The command line of a script that has tables."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("what", choices=["speed", "train", "table"])
+    parser.add_argument("what", choices=["speed", "train", "table", "curves"])
     parser.add_argument("table", choices=sorted(tables))
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--rounds", type=int, default=5, help="of `speed`")
@@ -226,5 +240,7 @@ def main(tables: Mapping[str, Table], description: str) -> None:
         speed(name, tables[name], out, options.rounds)
     elif options.what == "train":
         train(name, tables[name], out, options.jobs, options.only)
+    elif options.what == "curves":
+        curves(name, tables[name], out)
     else:
         print(table_of(name, tables[name], out))

@@ -11,7 +11,12 @@ from typing import no_type_check
 import numpy as np
 
 from imagegen.decode.compile import compiled
-from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG_SCALE
+from imagegen.heads.mixture_of_logistics import (
+    MAX_LOG_SCALE,
+    MAX_MEAN,
+    MIN_LOG_SCALE,
+    RESIDUAL_UNIT,
+)
 
 
 @no_type_check
@@ -74,7 +79,8 @@ def lay_around(parameters, predicted, components, first, stop):
                 for earlier in range(s):
                     shift -= math.tanh(float(row[coefficient])) * float(predicted[r, earlier])
                     coefficient += components
-                row[components * (1 + s) + k] += np.float32(shift)
+                mean = RESIDUAL_UNIT * float(row[components * (1 + s) + k])
+                row[components * (1 + s) + k] = np.float32(mean + shift)
 
 
 @no_type_check

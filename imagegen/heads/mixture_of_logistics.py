@@ -23,6 +23,9 @@ from imagegen.heads.controls import Controls, nucleus, tempered
 MIN_LOG_SCALE = -7.0
 MAX_LOG_SCALE = 7.0
 MAX_MEAN = 1e4
+# Unit of the means around a prediction. They have to be right to a narrow component's width, and an
+# optimizer like Adam moves all of the projection's outputs about as far in a step.
+RESIDUAL_UNIT = 0.2
 
 
 class MixtureOfLogistics(OutputHead):
@@ -36,7 +39,7 @@ class MixtureOfLogistics(OutputHead):
     a bin then has a mass that float32 can hold, and the sampler uses the same bounds.
 
     With a prediction y of the values, the means and the values before are counted from it: the mean
-    of a value is y_s + mean_s + sum over r < s of tanh(c_sr) (x_r - y_r), as the residuals of a
+    of a value is y_s + mean_s / 5 + sum over r < s of tanh(c_sr) (x_r - y_r), as the residuals of a
     predictive coder. `forward` puts that into the means, so that all else is as without.
 
     Raises:
@@ -69,7 +72,7 @@ class MixtureOfLogistics(OutputHead):
             logits, means, log_scales, coefficients = self._divide(self.projection.bias)
             logits.zero_()
             # Equal components would stay equal.
-            means.normal_(std=0.02)
+            means.normal_(std=0.1)
             log_scales.copy_(torch.linspace(-1.5, -4.0, self.n_mixtures).expand_as(log_scales))
             coefficients.zero_()
             for s in range(1, self.values_per_step):
@@ -167,7 +170,7 @@ class MixtureOfLogistics(OutputHead):
     def _around(self, parameters: Tensor, prediction: Tensor) -> Tensor:
         logits, means, log_scales, coefficients = self._divide(parameters)
         y = prediction.to(means.dtype).unsqueeze(-1)
-        means = y + self._shifted(means, coefficients, -y.expand_as(means))
+        means = y + self._shifted(RESIDUAL_UNIT * means, coefficients, -y.expand_as(means))
         parts = torch.cat([logits, means, log_scales, coefficients], dim=-2)
         return rearrange(parts, "... j k -> ... (j k)")
 

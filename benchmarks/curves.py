@@ -1,0 +1,71 @@
+"""Learning curves of a table, against seconds and against images seen; see `trainings.py`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+# Points of the training loss, one every ten steps, that a point of a curve is the mean of.
+WINDOW = 20
+
+
+class Curve(NamedTuple):
+    """Training bits/dim of a run, which no image had been seen for before in a first epoch."""
+
+    row: str
+    seed: int
+    seconds: list[float]
+    images: list[float]
+    bits_per_dim: list[float]
+
+
+def curve_of(metrics: Path, row: str, seed: int, speed: Mapping[str, float]) -> Curve:
+    """The curve of a run, its time counted as `speed` measured it.
+
+    Args:
+        metrics: metrics.csv of the run folder.
+        row, seed: name the run.
+        speed: `seconds_a_step` and `batch_size` of the row.
+    """
+    with metrics.open(encoding="utf-8") as lines:
+        points = [
+            (int(line["step"]) + 1, float(line["train/bits_per_dim"]))
+            for line in csv.DictReader(lines)
+            if line["train/bits_per_dim"]
+        ]
+    steps, bits = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    groups = range(0, len(steps) - len(steps) % WINDOW, WINDOW)
+    middle = np.array([steps[first : first + WINDOW].mean() for first in groups])
+    mean = [float(bits[first : first + WINDOW].mean()) for first in groups]
+    seconds = middle * speed["seconds_a_step"]
+    images = middle * speed["batch_size"]
+    return Curve(row, seed, seconds.round(2).tolist(), images.tolist(), np.round(mean, 4).tolist())
+
+
+def write_curves(curves: Sequence[Curve], path: Path) -> None:
+    """Numbers to `path`.json, two plots side by side to `path`.png."""
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([curve._asdict() for curve in curves], indent=None)
+    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    sides = figure.subplots(1, 2, sharey=True)
+    colours = {row: f"C{i}" for i, row in enumerate(dict.fromkeys(c.row for c in curves))}
+    for curve in curves:
+        for side, x in zip(sides, (curve.seconds, curve.images), strict=True):
+            label = curve.row if curve.seed == 0 else None
+            side.plot(x, curve.bits_per_dim, color=colours[curve.row], label=label, linewidth=1)
+    lowest = min(min(curve.bits_per_dim) for curve in curves)
+    for side, name in zip(sides, ("seconds of training", "images seen"), strict=True):
+        side.set_xlabel(name)
+        side.grid(alpha=0.3)
+        side.set_ylim(0.95 * lowest, 1.9 * lowest)
+    sides[0].set_ylabel("training bits/dim")
+    sides[0].legend()
+    figure.savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
