@@ -86,6 +86,7 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
         cfg = compose("train", [*table.options_of(row), "logger=none"])
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
         dataset = build(config["dataset"], ImageDataset)
+        dataset.prepare()
         images = torch.from_numpy(dataset.split("train").images[: 3 * cfg.batch_size].copy())
         torch.manual_seed(0)
         model = ImageTransformer(dataset.spec, **model_options(config, dataset))
