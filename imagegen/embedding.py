@@ -111,7 +111,7 @@ class Neighbourhood(InputEmbedding):
         neighbours: offsets (row, column) in pixels, each of them before the predicted pixel.
 
     Attributes:
-        lags: steps from each neighbour to the predicted one.
+        neighbour_lags: steps from each neighbour to the predicted one.
         n_numbers: how many numbers `numbers` gives for a step.
 
     Raises:
@@ -144,6 +144,7 @@ class Neighbourhood(InputEmbedding):
         ]
         lags = [self.lag(row, column) for row, column in pixels] + previous
         self.lookback = max(lags)
+        self.neighbour_lags = tuple(lags)
         values = raster.values_per_step
         self.register_buffer("lags", torch.tensor(lags), persistent=False)
         self.register_buffer("valid", self._validity(pixels, previous), persistent=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -34,7 +32,7 @@ class LinearPrediction(nn.Module):
     def __init__(self, embedding: Neighbourhood, raster: Raster) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(raster.values_per_step, embedding.n_numbers))
-        lags = cast(Tensor, embedding.lags).tolist()
+        lags = embedding.neighbour_lags
         with torch.no_grad():
             for (row, column), weight in FIRST_WEIGHTS.items():
                 if embedding.lag(row, column) in lags:

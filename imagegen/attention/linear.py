@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.attention.feature_maps import build_feature_map
 from imagegen.attention.linear_chunks import LinearChunks
+from imagegen.attention.query_key_norm import QueryKeyNorm
 from imagegen.errors import UserError
 
 DEFAULT_CHUNK = 64
@@ -153,6 +154,7 @@ class LinearAttention(CausalAttention[LinearState]):
         n_features: number of random features of `favor` and `fourier`.
         chunk_size: longest chunk of the parallel form.
         eps: added to the normaliser.
+        qk_norm: whether queries and keys pass a `QueryKeyNorm` before the map.
         context: see `CausalAttention`.
 
     Attributes:
@@ -175,6 +177,7 @@ class LinearAttention(CausalAttention[LinearState]):
         n_features: int | None = None,
         chunk_size: int = DEFAULT_CHUNK,
         eps: float = 1e-6,
+        qk_norm: bool = False,
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
@@ -189,6 +192,7 @@ class LinearAttention(CausalAttention[LinearState]):
         inner = self.n_heads * self.head_dim
         self.qkv = nn.Linear(d_model, 3 * inner)
         self.out = nn.Linear(inner, d_model)
+        self.qk_norm = QueryKeyNorm(self.head_dim) if qk_norm else None
         self.feature_map = build_feature_map(feature_map, self.n_heads, self.head_dim, n_features)
 
     def forward(
@@ -244,8 +248,11 @@ class LinearAttention(CausalAttention[LinearState]):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         # Sums over thousands of positions need float32, whatever the layers around them use.
         dtype = torch.promote_types(q.dtype, torch.float32)
-        k, scale = self.feature_map.keys(k.to(dtype))
-        return self.feature_map.queries(q.to(dtype)), k, v.to(dtype), scale
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        k, scale = self.feature_map.keys(k)
+        return self.feature_map.queries(q), k, v, scale
 
     def _options(self) -> dict[str, Any]:
         return {

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.attention.buffers import ring_after, ring_in_order, ring_step
+from imagegen.attention.query_key_norm import QueryKeyNorm
 from imagegen.attention.windows import joined, window_blocks
 from imagegen.errors import UserError
 
@@ -65,6 +66,7 @@ class LocalAttention(CausalAttention[LocalState]):
 
     Args:
         window: positions that each one sees, its own among them.
+        qk_norm: whether queries and keys pass a `QueryKeyNorm` first.
         context: see `CausalAttention`.
 
     Raises:
@@ -78,6 +80,7 @@ class LocalAttention(CausalAttention[LocalState]):
         head_dim: int | None = None,
         *,
         window: int = 64,
+        qk_norm: bool = False,
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
@@ -89,6 +92,7 @@ class LocalAttention(CausalAttention[LocalState]):
         inner = self.n_heads * self.head_dim
         self.qkv = nn.Linear(d_model, 3 * inner)
         self.out = nn.Linear(inner, d_model)
+        self.qk_norm = QueryKeyNorm(self.head_dim) if qk_norm else None
 
     def forward(
         self, x: Float[Tensor, "b n e"], state: LocalState | None = None
@@ -96,6 +100,8 @@ class LocalAttention(CausalAttention[LocalState]):
         q, k, v = rearrange(
             self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.n_heads
         )
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         state = state or self.initial_state(x.shape[0])
         after = LocalState(
             ring_after(state.keys, k, state.length),
@@ -115,6 +121,8 @@ class LocalAttention(CausalAttention[LocalState]):
         self, x: Float[Tensor, "b e"], state: LocalState
     ) -> tuple[Float[Tensor, "b e"], LocalState]:
         q, k, v = rearrange(self.qkv(x), "b (three h d) -> three b h 1 d", three=3, h=self.n_heads)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         state = LocalState(
             ring_step(state.keys, k, state.length),
             ring_step(state.values, v, state.length),

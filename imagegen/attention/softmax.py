@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.attention.query_key_norm import QueryKeyNorm
 
 FIRST_CAPACITY = 64
 
@@ -36,16 +37,24 @@ class SoftmaxAttention(CausalAttention[SoftmaxState]):
     over the positions up to each one (the mask of section 3.2.3).
 
     Args:
+        qk_norm: whether queries and keys pass a `QueryKeyNorm` first.
         context: see `CausalAttention`.
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, head_dim: int | None = None, **context: Any
+        self,
+        d_model: int,
+        n_heads: int,
+        head_dim: int | None = None,
+        *,
+        qk_norm: bool = False,
+        **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
         inner = self.n_heads * self.head_dim
         self.qkv = nn.Linear(d_model, 3 * inner)
         self.out = nn.Linear(inner, d_model)
+        self.qk_norm = QueryKeyNorm(self.head_dim) if qk_norm else None
 
     def forward(
         self, x: Float[Tensor, "b n e"], state: SoftmaxState | None = None
@@ -53,6 +62,8 @@ class SoftmaxAttention(CausalAttention[SoftmaxState]):
         q, k, v = rearrange(
             self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.n_heads
         )
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         if state is None or state.length == 0:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -67,6 +78,8 @@ class SoftmaxAttention(CausalAttention[SoftmaxState]):
         self, x: Float[Tensor, "b e"], state: SoftmaxState
     ) -> tuple[Float[Tensor, "b e"], SoftmaxState]:
         q, k, v = rearrange(self.qkv(x), "b (three h d) -> three b h 1 d", three=3, h=self.n_heads)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         state = self._appended(state, k, v)
         y = F.scaled_dot_product_attention(
             q, state.keys[:, :, : state.length], state.values[:, :, : state.length]

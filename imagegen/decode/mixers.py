@@ -119,6 +119,8 @@ class States(NamedTuple):
 
 def why_not(attention: nn.Module) -> str | None:
     """Why the compiled loop has no form of this mechanism; None where it has."""
+    if getattr(attention, "qk_norm", None) is not None:
+        return "no loop for normalised queries and keys (attention.qk_norm)"
     if isinstance(attention, LinearAttention):
         known = _map_name(attention) in FEATURE_MAPS
         return None if known else "no loop for this feature map"

@@ -25,10 +25,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gated_delta": [{}, {"gate": "channel"}, {"gate": "channel", "chunk_size": 8, "expand_v": 1.5}],
     "gla": [{}, {"expand_k": 1.0, "conv_size": 4, "gate_temperature": 0.02, "chunk_size": 32}],
     "hybrid": [{}, {"pattern": [{"name": "local", "window": 7}, "linear"]}],
-    "linear": [*({"feature_map": name} for name in FEATURE_MAPS), {"chunk_size": 7}],
-    "local": [{"window": 64}, {"window": 5}],
+    "linear": [
+        *({"feature_map": name} for name in FEATURE_MAPS),
+        {"chunk_size": 7, "qk_norm": True},
+    ],
+    "local": [{"window": 64}, {"window": 5, "qk_norm": True}],
     "lsh": [{"rounds": 1}, {"rounds": 4, "n_buckets": 4, "chunk_size": 32}],
     "retention": [{}, {"rotary": False, "conv_size": 3, "expand_v": 1.0, "chunk_size": 8}],
+    "softmax": [{}, {"qk_norm": True}],
     "ssd": [{"d_state": 8}, {"d_state": 5, "conv_size": 0, "skip": False, "chunk_size": 16}],
     "strided": [{"combine": "heads"}, {"combine": "merged", "stride": 7}, {"stride": 1}],
 }

@@ -218,6 +218,7 @@ def test_tables_are_the_embedding(name: str) -> None:
         ({"attention": _attention("local.LocalAttention", window=3)}, "LocalAttention"),
         ({"attention": _attention("retention.Retention", conv_size=2)}, "conv_size"),
         ({"attention": {**RELU, "feature_map": "favor"}}, "feature map"),
+        ({"attention": {**RELU, "qk_norm": True}}, "qk_norm"),
         ({"convolution": [1, 1]}, "convolutions"),
     ],
 )

@@ -33,9 +33,16 @@ def over_heads(
     for sequence in x:
         projected = sequence @ module.qkv.weight.T + module.qkv.bias
         q, k, v = projected.split(module.n_heads * module.head_dim, dim=-1)
+        norm = getattr(module, "qk_norm", None)
         heads = []
         for h in range(module.n_heads):
             part = slice(h * module.head_dim, (h + 1) * module.head_dim)
-            heads.append(head(q[:, part], k[:, part], v[:, part]))
+            query, key = q[:, part], k[:, part]
+            if norm is not None:
+                query, key = (
+                    norm.query * query / (query.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
+                    norm.key * key / (key.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
+                )
+            heads.append(head(query, key, v[:, part]))
         images.append(torch.cat(heads, dim=-1) @ module.out.weight.T + module.out.bias)
     return torch.stack(images)
