@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
+import train
 from imagegen.build import build
 from imagegen.checkpoint import KEY, make_metadata
 from imagegen.cli import compose
@@ -52,6 +55,16 @@ def save_tiny_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, path)
     return path
+
+
+def run_train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit status of `train.py` in this process."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    try:
+        train.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 def write_image(path: Path, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 
-import train
 from imagegen.averaging import WeightAverage, weight_average
 from imagegen.checkpoint import load_checkpoint
 from imagegen.errors import UserError
 from imagegen.training import ImageModule
+from tests.helpers import run_train
 from tests.test_run import SMALL
 
 
@@ -35,10 +34,9 @@ class Witness(Callback):
         self.validated.append(pl_module.model.norm.weight.detach().clone())
 
 
-def _train(monkeypatch: pytest.MonkeyPatch, run: Path, *options: str) -> None:
+def _train(monkeypatch: pytest.MonkeyPatch, run: Path, *options: str) -> int:
     arguments = [*SMALL, "callbacks.ema.decay=0.8", f"hydra.run.dir={run}", *options]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    train.main()
+    return run_train(monkeypatch, *arguments)
 
 
 def _content(run: Path) -> dict[str, Any]:
@@ -51,12 +49,13 @@ def test_the_average_is_what_is_validated_and_kept(
 ) -> None:
     witness = Witness()
     monkeypatch.setattr("tests.test_averaging.make_witness", lambda: witness, raising=False)
-    _train(
+    status = _train(
         monkeypatch,
         tmp_path / "run",
         "trainer.max_epochs=1",
         "+callbacks.witness._target_=tests.test_averaging.make_witness",
     )
+    assert status == 0
     average = witness.trained[0].clone()
     for t, weights in enumerate(witness.trained[1:], start=1):
         decay = min(0.8, (1 + t) / (10 + t))
@@ -72,7 +71,7 @@ def test_the_average_is_what_is_validated_and_kept(
 
 def test_resuming_goes_on_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["scheduler=constant", "trainer.max_epochs=2"]
-    _train(monkeypatch, tmp_path / "whole", *options)
+    assert not _train(monkeypatch, tmp_path / "whole", *options)
 
     class Stop(Callback):
         armed = True
@@ -84,9 +83,8 @@ def test_resuming_goes_on_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("tests.test_averaging.make_stop", Stop, raising=False)
     parts = [*options, "+callbacks.stop._target_=tests.test_averaging.make_stop"]
-    with pytest.raises(SystemExit):
-        _train(monkeypatch, tmp_path / "parts", *parts)
-    _train(monkeypatch, tmp_path / "parts", *parts, f"resume={tmp_path / 'parts'}")
+    assert _train(monkeypatch, tmp_path / "parts", *parts) == 130
+    assert not _train(monkeypatch, tmp_path / "parts", *parts, f"resume={tmp_path / 'parts'}")
     whole, parts_content = _content(tmp_path / "whole"), _content(tmp_path / "parts")
     for key in ("state_dict", "current_model_state"):
         for name, value in whole[key].items():
@@ -106,13 +104,13 @@ def test_an_error_in_validation_keeps_the_trained_weights(
 
     monkeypatch.setattr("tests.test_averaging.make_witness", lambda: witness, raising=False)
     monkeypatch.setattr("tests.test_averaging.make_fail", Fail, raising=False)
-    with pytest.raises(SystemExit):
-        _train(
-            monkeypatch,
-            tmp_path / "run",
-            "+callbacks.witness._target_=tests.test_averaging.make_witness",
-            "+callbacks.fail._target_=tests.test_averaging.make_fail",
-        )
+    status = _train(
+        monkeypatch,
+        tmp_path / "run",
+        "+callbacks.witness._target_=tests.test_averaging.make_witness",
+        "+callbacks.fail._target_=tests.test_averaging.make_fail",
+    )
+    assert status == 1
     content = _content(tmp_path / "run")
     state = content["current_model_state"]
     assert content["global_step"] == 6

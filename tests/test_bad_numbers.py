@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 
-import train
 from imagegen.checkpoint import load_checkpoint
 from imagegen.training import ImageModule
+from tests.helpers import run_train
 from tests.test_run import SMALL
 
 
@@ -50,12 +49,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
 def _train(monkeypatch: pytest.MonkeyPatch, run: Path, *options: str) -> int:
     poisoned = "+callbacks.poison._target_=tests.test_bad_numbers.make"
     arguments = [*SMALL, "trainer.max_epochs=1", poisoned, f"hydra.run.dir={run}", *options]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    try:
-        train.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return run_train(monkeypatch, *arguments)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pytorch_lightning import Callback
 
-import train
 from imagegen.generate import complete, generate
 from imagegen.sample_folder import JobFolder
 from imagegen.spec import ImageSpec
-from tests.helpers import sample, save_tiny_checkpoint, tiny_model
+from tests.helpers import run_train, sample, save_tiny_checkpoint, tiny_model
 from tests.test_run import SMALL
 
 STATM = Path("/proc/self/statm")
@@ -85,8 +83,7 @@ def test_many_validations(
         "+callbacks.witness._target_=tests.test_memory.make_witness",
         f"hydra.run.dir={tmp_path / 'run'}",
     ]
-    monkeypatch.setattr(sys, "argv", ["train.py", *options])
-    train.main()
+    assert run_train(monkeypatch, *options) == 0
     seen = witness.seen
     assert len(seen) == validations
     few = validations // 10

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 from PIL import Image
 from pytorch_lightning import Callback
 
-import train
 from imagegen.checkpoint import load_checkpoint
 from imagegen.data.digits import Digits
+from tests.helpers import run_train
 
 SMALL = [
     "model.n_layers=1",
@@ -49,15 +48,6 @@ class Interrupt(Callback):
             os.kill(os.getpid(), Interrupt.number)
 
 
-def _train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    try:
-        train.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
 def _rows(folder: Path) -> list[dict[str, str]]:
     with open(folder / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
@@ -71,7 +61,7 @@ def test_a_run_leaves_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    status = _train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "seed=3")
+    status = run_train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "seed=3")
     printed = capsys.readouterr().out
     assert status == 0
     summary = json.loads((run / "summary.json").read_text())
@@ -116,7 +106,7 @@ def test_the_best_score_is_that_of_the_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    assert _train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "eval_batch_size=50") == 0
+    assert run_train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "eval_batch_size=50") == 0
     images = torch.from_numpy(Digits().split("val").images[:50])
     with torch.no_grad():
         score = load_checkpoint(run).model.bits_per_dim(images).double().mean().item()
@@ -156,7 +146,7 @@ def test_a_seed_gives_its_weights_bit_for_bit(
     for name, seed in (("one", 3), ("other", 3), ("third", 4)):
         torch.rand(len(name))
         run = tmp_path / name
-        assert _train(monkeypatch, *options, f"seed={seed}", f"hydra.run.dir={run}") == 0
+        assert run_train(monkeypatch, *options, f"seed={seed}", f"hydra.run.dir={run}") == 0
         saved = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
         found.append({**saved["state_dict"], **saved["current_model_state"]})
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
@@ -171,10 +161,10 @@ def _continued(
     """An uninterrupted run, and one that was stopped after each of `limits` but the last."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     shared = [*SMALL, "scheduler=constant", "model.dropout=0.2", "trainer.log_every_n_steps=1"]
-    assert _train(monkeypatch, *shared, *limits[-1], f"hydra.run.dir={whole}") == 0
-    _train(monkeypatch, *shared, *limits[0], f"hydra.run.dir={parts}")
+    assert run_train(monkeypatch, *shared, *limits[-1], f"hydra.run.dir={whole}") == 0
+    run_train(monkeypatch, *shared, *limits[0], f"hydra.run.dir={parts}")
     for limit in limits[1:]:
-        assert _train(monkeypatch, *limit, f"resume={parts}") == 0
+        assert run_train(monkeypatch, *limit, f"resume={parts}") == 0
     return whole, parts
 
 
@@ -211,15 +201,15 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_an_epoch(
     interrupt = ("+callbacks.interrupt._target_=tests.test_run.Interrupt",)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     shared = [*SMALL, "scheduler=constant", "trainer.log_every_n_steps=1"]
-    assert _train(monkeypatch, *shared, f"hydra.run.dir={whole}") == 0
+    assert run_train(monkeypatch, *shared, f"hydra.run.dir={whole}") == 0
     Interrupt.armed = True
-    assert _train(monkeypatch, *shared, *interrupt, f"hydra.run.dir={parts}") == 130
+    assert run_train(monkeypatch, *shared, *interrupt, f"hydra.run.dir={parts}") == 130
     assert f"to continue: python train.py resume={parts}" in capfd.readouterr().err
     assert json.loads((parts / "summary.json").read_text())["state"] == "interrupted"
     # Code from elsewhere is not taken from a checkpoint.
-    assert _train(monkeypatch, f"resume={parts}") == 1
+    assert run_train(monkeypatch, f"resume={parts}") == 1
     assert "if you trust it, type it again" in capfd.readouterr().err
-    assert _train(monkeypatch, *interrupt, f"resume={parts}") == 0
+    assert run_train(monkeypatch, *interrupt, f"resume={parts}") == 0
     _assert_same_run(whole, parts)
     assert json.loads((parts / "summary.json").read_text())["state"] == "finished"
 
@@ -230,7 +220,7 @@ def test_steps_and_time_end_a_run_with_a_validation(
     endless = [*SMALL, "trainer.max_epochs=-1", "callbacks.grids.every=1000"]
     for name, limit in (("steps", "trainer.max_steps=8"), ("time", "trainer.max_time=00:00:00:01")):
         run = tmp_path / name
-        assert _train(monkeypatch, *endless, limit, f"hydra.run.dir={run}") == 0
+        assert run_train(monkeypatch, *endless, limit, f"hydra.run.dir={run}") == 0
         summary = json.loads((run / "summary.json").read_text())
         assert summary["steps"] == 8 if name == "steps" else summary["steps"] > 8
         assert _rows(run)[-1]["val/bits_per_dim"]
@@ -244,7 +234,7 @@ def test_bad_resumes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert _train(monkeypatch, *SMALL, "trainer.max_epochs=1", f"hydra.run.dir={run}") == 0
+    assert run_train(monkeypatch, *SMALL, "trainer.max_epochs=1", f"hydra.run.dir={run}") == 0
     before = (run / "summary.json").read_text(), (run / "metrics.csv").read_text()
     capfd.readouterr()
     for arguments, sentence in (
@@ -254,7 +244,7 @@ def test_bad_resumes_are_refused(
         ([f"resume={tmp_path / 'nothing'}"], "does not exist"),
         ([f"hydra.run.dir={run}", *SMALL], "of an earlier run"),
     ):
-        assert _train(monkeypatch, *arguments) == 1
+        assert run_train(monkeypatch, *arguments) == 1
         error = capfd.readouterr().err
         assert sentence in error
         assert "Traceback" not in error
@@ -265,7 +255,7 @@ def test_an_option_of_another_choice_is_named_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     typed = ["attention=softmax", "attention.feature_map=relu", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert _train(monkeypatch, *SMALL, *typed) == 1
+    assert run_train(monkeypatch, *SMALL, *typed) == 1
     assert "the attention chosen has no such option; another choice" in capfd.readouterr().err
 
 
@@ -276,7 +266,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("imagegen.training.ImageModule.training_step", fail)
-    assert _train(monkeypatch, *SMALL, f"hydra.run.dir={run}") == 1
+    assert run_train(monkeypatch, *SMALL, f"hydra.run.dir={run}") == 1
     assert json.loads((run / "summary.json").read_text())["state"] == "failed"
 
 
@@ -310,7 +300,7 @@ def test_bad_settings_are_one_sentence(
     sentence: str,
 ) -> None:
     run = tmp_path / "run"
-    assert _train(monkeypatch, *SMALL, override, f"hydra.run.dir={run}") == 1
+    assert run_train(monkeypatch, *SMALL, override, f"hydra.run.dir={run}") == 1
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert error.startswith("error: ")

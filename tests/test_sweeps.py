@@ -17,6 +17,7 @@ import pytest
 
 from imagegen.cli import PROJECT_ROOT
 from tests import slurm
+from tests.helpers import run_train
 from tests.test_run import SMALL
 
 
@@ -111,13 +112,8 @@ def test_a_missing_engine_is_named(
 ) -> None:
     if _is_installed(package.replace("-", "_")):
         pytest.skip(f"{package} is installed")
-    import train
-
     arguments = ["--multirun", f"sweep={sweep}", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        train.main()
-    assert stop.value.code == 1
+    assert run_train(monkeypatch, *arguments) == 1
     error = capsys.readouterr().err
     assert f"needs the package {package}; install it with pip install {what}." in error
     assert not (tmp_path / "sweep").exists()
