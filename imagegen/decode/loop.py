@@ -65,6 +65,7 @@ class Settings(NamedTuple):
     mixture: bool  # or categorical
     components: int  # of the mixture; or levels
     levels: int
+    residual_unit: float
     choice_temperature: float
     scale_temperature: float
 
@@ -264,7 +265,14 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
                     own_first,
                     own_stop,
                 )
-                lay_around(parameters, rows.predicted, settings.components, own_first, own_stop)
+                lay_around(
+                    parameters,
+                    rows.predicted,
+                    settings.components,
+                    settings.residual_unit,
+                    own_first,
+                    own_stop,
+                )
         if not draws:
             continue
         values, uniforms = sequence[:, position], rows.noise[:, position - first]

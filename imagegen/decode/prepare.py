@@ -134,6 +134,7 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
         mixture,
         components_of(model),
         model.spec.levels,
+        model.head.residual_unit if isinstance(model.head, MixtureOfLogistics) else 1.0,
         float(controls.for_mixture if mixture else controls.temperature),
         float(controls.for_scale if mixture else 1.0),
     )

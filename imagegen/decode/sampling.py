@@ -11,12 +11,7 @@ from typing import no_type_check
 import numpy as np
 
 from imagegen.decode.compile import compiled
-from imagegen.heads.mixture_of_logistics import (
-    MAX_LOG_SCALE,
-    MAX_MEAN,
-    MIN_LOG_SCALE,
-    RESIDUAL_UNIT,
-)
+from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG_SCALE
 
 
 @no_type_check
@@ -60,13 +55,14 @@ def draw_categorical(parameters, uniforms, temperature, work, values, first, sto
 
 @no_type_check
 @compiled()
-def lay_around(parameters, predicted, components, first, stop):
+def lay_around(parameters, predicted, components, unit, first, stop):
     """Count the means of a mixture from a prediction; see `MixtureOfLogistics`.
 
     Args:
         parameters: "r p", or wider, as the head lays them out, changed.
         predicted: "r s".
         components: of the mixture.
+        unit: of the means around a prediction.
         first, stop: the rows to go through.
     """
     per_step = predicted.shape[1]
@@ -79,7 +75,7 @@ def lay_around(parameters, predicted, components, first, stop):
                 for earlier in range(s):
                     shift -= math.tanh(float(row[coefficient])) * float(predicted[r, earlier])
                     coefficient += components
-                mean = RESIDUAL_UNIT * float(row[components * (1 + s) + k])
+                mean = unit * float(row[components * (1 + s) + k])
                 row[components * (1 + s) + k] = np.float32(mean + shift)
 
 

@@ -23,9 +23,10 @@ from imagegen.heads.controls import Controls, nucleus, tempered
 MIN_LOG_SCALE = -7.0
 MAX_LOG_SCALE = 7.0
 MAX_MEAN = 1e4
-# Unit of the means around a prediction. They have to be right to a narrow component's width, and an
-# optimizer like Adam moves all of the projection's outputs about as far in a step.
-RESIDUAL_UNIT = 0.2
+# Unit of the means around a prediction, in halves of a level, or 1 where that is less. They have to
+# be right to a narrow component's width, which levels limit, and an optimizer like Adam moves all
+# outputs of the projection about as far in a step.
+RESIDUAL_UNIT = 51
 
 
 class MixtureOfLogistics(OutputHead):
@@ -38,9 +39,12 @@ class MixtureOfLogistics(OutputHead):
     Log-scales are clamped to -7 (the bound of Katharopoulos et al., 2020) to 7, means to +-10,000:
     a bin then has a mass that float32 can hold, and the sampler uses the same bounds.
 
-    With a prediction y of the values, the means and the values before are counted from it: the mean
-    of a value is y_s + mean_s / 5 + sum over r < s of tanh(c_sr) (x_r - y_r), as the residuals of a
-    predictive coder. `forward` puts that into the means, so that all else is as without.
+    With a prediction y of the values, the means and the values before are counted from it, as the
+    residuals of a predictive coder: the mean of a value is y_s + unit mean_s + sum over r < s of
+    tanh(c_sr) (x_r - y_r). `forward` puts that into the means, so that all else is as without.
+
+    Attributes:
+        residual_unit: the unit, 0.2 for 256 levels and 1 for 52 or fewer.
 
     Raises:
         UserError: for fewer than one component.
@@ -53,6 +57,7 @@ class MixtureOfLogistics(OutputHead):
         if n_mixtures < 1:
             raise UserError(f"head.n_mixtures={n_mixtures} must be at least 1.")
         self.n_mixtures = n_mixtures
+        self.residual_unit = min(1.0, RESIDUAL_UNIT / max(1, levels - 1))
         n_coefficients = values_per_step * (values_per_step - 1) // 2
         self._parts = (1, values_per_step, values_per_step, n_coefficients)
         self.projection = nn.Linear(d_model, sum(self._parts) * n_mixtures)
@@ -72,7 +77,7 @@ class MixtureOfLogistics(OutputHead):
             logits, means, log_scales, coefficients = self._divide(self.projection.bias)
             logits.zero_()
             # Equal components would stay equal.
-            means.normal_(std=0.1)
+            means.normal_(std=0.02 / self.residual_unit)
             log_scales.copy_(torch.linspace(-1.5, -4.0, self.n_mixtures).expand_as(log_scales))
             coefficients.zero_()
             for s in range(1, self.values_per_step):
@@ -170,7 +175,7 @@ class MixtureOfLogistics(OutputHead):
     def _around(self, parameters: Tensor, prediction: Tensor) -> Tensor:
         logits, means, log_scales, coefficients = self._divide(parameters)
         y = prediction.to(means.dtype).unsqueeze(-1)
-        means = y + self._shifted(RESIDUAL_UNIT * means, coefficients, -y.expand_as(means))
+        means = y + self._shifted(self.residual_unit * means, coefficients, -y.expand_as(means))
         parts = torch.cat([logits, means, log_scales, coefficients], dim=-2)
         return rearrange(parts, "... j k -> ... (j k)")
 

@@ -202,6 +202,11 @@ def test_means_lie_around_a_prediction() -> None:
     torch.testing.assert_close(head(hidden, torch.zeros(3).double())[:2], alone[:2])
 
 
+def test_residual_means_are_finer_where_levels_are() -> None:
+    units = [MixtureOfLogistics(8, levels).residual_unit for levels in (2, 17, 52, 103, 256)]
+    assert units == pytest.approx([1, 1, 1, 0.5, 0.2])
+
+
 def test_a_channel_errs_as_the_one_before_it_at_first() -> None:
     head = MixtureOfLogistics(8, 256, values_per_step=3)
     head.start_from_prediction()
