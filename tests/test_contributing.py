@@ -21,8 +21,8 @@ from imagegen.attention.base import CausalAttention
 from imagegen.attention.hybrid import HybridAttention
 from imagegen.build import build
 from tests.attention import test_contract as contract
-from tests.helpers import read_images, sample
-from tests.test_run import SMALL, _rows, _train
+from tests.helpers import read_images, run_train, sample
+from tests.test_run import SMALL, _rows
 
 ROOT = Path(__file__).parents[1]
 NAME = "min_gru"
@@ -115,7 +115,7 @@ def test_it_keeps_the_contract(attention: CausalAttention) -> None:
 def test_it_trains_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     options = [f"attention={NAME}", "trainer.max_epochs=5", "optimizer.lr=0.01"]
-    assert _train(monkeypatch, *SMALL, *options, f"hydra.run.dir={run}") == 0
+    assert run_train(monkeypatch, *SMALL, *options, f"hydra.run.dir={run}") == 0
     scores = [float(row["val/bits_per_dim"]) for row in _rows(run) if row["val/bits_per_dim"]]
     assert scores[-1] < scores[0] < 4.2
     images = read_images(sample(run, tmp_path / "samples", "n=3"))
@@ -129,5 +129,5 @@ def test_hybrids_take_it_by_name() -> None:
 
 
 def test_help_lists_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _train(monkeypatch, "--help") == 0
+    assert run_train(monkeypatch, "--help") == 0
     assert re.search(rf"^\s*attention: .*\b{NAME}\b", capfd.readouterr().out, re.M)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from imagegen.attention.linear import LinearAttention
 from imagegen.normalizer_watch import METRIC
-from tests.test_run import SMALL, _rows, _train
+from tests.helpers import run_train
+from tests.test_run import SMALL, _rows
 
 HYBRID = ["attention=hybrid", "attention.pattern=[linear,softmax]", "model.n_layers=3"]
 
@@ -31,7 +32,7 @@ def test_the_least_normaliser_reaches_the_log(
 
     monkeypatch.setattr(LinearAttention, "_observe", noting)
     options = [*HYBRID, "callbacks=debug", f"trainer.accumulate_grad_batches={accumulated}"]
-    assert _train(monkeypatch, *SMALL, *options, f"hydra.run.dir={tmp_path / 'run'}") == 0
+    assert run_train(monkeypatch, *SMALL, *options, f"hydra.run.dir={tmp_path / 'run'}") == 0
     # Twelve training batches through two layers; validations and drawings are not looked at.
     assert len(seen) == 24
     a_row = 2 * 2 * accumulated
@@ -44,7 +45,7 @@ def test_the_least_normaliser_reaches_the_log(
 
 def test_it_is_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
-    assert _train(monkeypatch, *SMALL, "trainer.max_epochs=1", f"hydra.run.dir={run}") == 0
+    assert run_train(monkeypatch, *SMALL, "trainer.max_epochs=1", f"hydra.run.dir={run}") == 0
     assert METRIC not in _rows(run)[0]
 
 
@@ -53,7 +54,7 @@ def test_a_model_without_linear_attention_is_told_in_a_line(
 ) -> None:
     run = tmp_path / "run"
     options = ["attention=softmax", "callbacks=debug", "trainer.max_epochs=1"]
-    assert _train(monkeypatch, *SMALL, *options, f"hydra.run.dir={run}") == 0
+    assert run_train(monkeypatch, *SMALL, *options, f"hydra.run.dir={run}") == 0
     told = [line for line in capfd.readouterr().err.splitlines() if METRIC in line]
     assert told == [
         f"{METRIC} is not logged: this model has no linear attention, whose normalisers it watches"

@@ -21,8 +21,8 @@ from imagegen.cli import PROJECT_ROOT
 from imagegen.errors import UserError
 from imagegen.evaluate import score_images
 from imagegen.processes import check_sharding, require_one_folder
-from tests.helpers import read, write_image
-from tests.test_run import SMALL, _rows, _train, _weights
+from tests.helpers import read, run_train, write_image
+from tests.test_run import SMALL, _rows, _weights
 
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 SHARED = [
@@ -135,7 +135,7 @@ def test_two_processes_do_what_one_does_also_when_interrupted(
     odd = _odd_images(tmp_path / "images")
     shared = [*SHARED, "scheduler=constant", "callbacks.ema.decay=0.9", *odd]
     assert (
-        _train(
+        run_train(
             monkeypatch,
             *shared,
             "trainer=cpu",
@@ -147,14 +147,14 @@ def test_two_processes_do_what_one_does_also_when_interrupted(
     )
     spied = tmp_path / "spy2"
     several = [*shared, *TWO, "batch_size=8", "logger=wandb", f"hydra.run.dir={two}"]
-    assert _train(monkeypatch, *several, _spy(spied, interrupt=9)) == 130
+    assert run_train(monkeypatch, *several, _spy(spied, interrupt=9)) == 130
     _assert_none_is_left(spied)
     said = capfd.readouterr()
     assert "2 processes, 16 images a step" in said.out
     assert said.err.count("stopping after this step") == said.err.count("interrupted") == 1
     assert f"to continue: python train.py resume={two}" in said.err
     assert json.loads((two / "summary.json").read_text())["state"] == "interrupted"
-    assert _train(monkeypatch, f"resume={two}", _spy(spied)) == 0
+    assert run_train(monkeypatch, f"resume={two}", _spy(spied)) == 0
     _assert_none_is_left(spied)
 
     rows, expected = _rows(two), _rows(one)
@@ -200,7 +200,7 @@ def test_bad_numbers_of_one_process_are_those_of_all(
     run, spied = tmp_path / "run", tmp_path / "spy"
     options = [*SHARED, *TWO, "on_nan=skip", "batch_size=8", "trainer.limit_train_batches=20"]
     options += ["trainer.max_time=00:00:05:00", _spy(spied, poison=4), f"hydra.run.dir={run}"]
-    assert _train(monkeypatch, *options) == 1
+    assert run_train(monkeypatch, *options) == 1
     _assert_none_is_left(spied)
     said = capfd.readouterr()
     assert said.err.count("error:") == 1
@@ -224,7 +224,9 @@ def test_a_process_that_fails_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: int
 ) -> None:
     run, spied = tmp_path / "run", tmp_path / "spy"
-    assert _train(monkeypatch, *SHARED, *TWO, _spy(spied, fail=rank), f"hydra.run.dir={run}") == 1
+    assert (
+        run_train(monkeypatch, *SHARED, *TWO, _spy(spied, fail=rank), f"hydra.run.dir={run}") == 1
+    )
     _assert_none_is_left(spied)
     error = capfd.readouterr().err
     assert "KeyError: 'a bug in one process'" in error
@@ -310,7 +312,7 @@ def test_a_sweep_of_runs_of_two_processes(
     options = ["--multirun", "seed=0,1", f"hydra.sweep.dir={folder}"]
     options.append(_spy(tmp_path / "spy"))
     options += [*SHARED, *TWO, "trainer.max_epochs=1"]
-    assert _train(monkeypatch, *options) == 0, capfd.readouterr().err
+    assert run_train(monkeypatch, *options) == 0, capfd.readouterr().err
     _assert_none_is_left(tmp_path / "spy")
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1"]
     for number in (0, 1):

@@ -120,7 +120,7 @@ def test_attentions_and_heads_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, head: str
 ) -> None:
     run = tmp_path / "run"
-    status = _train(
+    status = run_train(
         monkeypatch,
         *SMALL,
         f"attention={attention}",

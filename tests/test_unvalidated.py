@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_run import SMALL, _train, _weights
+from tests.helpers import run_train
+from tests.test_run import SMALL, _weights
 
 NEVER = [
     "trainer.limit_val_batches=0",
@@ -17,7 +18,7 @@ NEVER = [
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> Path:
-    assert _train(monkeypatch, *SMALL, *NEVER, f"hydra.run.dir={folder}", *options) == 0
+    assert run_train(monkeypatch, *SMALL, *NEVER, f"hydra.run.dir={folder}", *options) == 0
     return folder
 
 

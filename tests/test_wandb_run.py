@@ -20,9 +20,9 @@ from pytorch_lightning import Callback
 from imagegen.cli import PROJECT_ROOT
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.wandb_file import last_wandb_step
-from tests.helpers import read
+from tests.helpers import read, run_train
 from tests.test_loggers import WANDB, read_wandb, wandb_records
-from tests.test_run import SMALL, _rows, _train
+from tests.test_run import SMALL, _rows
 
 LOGGED = [*(text for text in SMALL if text != "logger=none"), "trainer.log_every_n_steps=1"]
 STEP = "trainer/global_step"
@@ -86,7 +86,7 @@ def test_a_run_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "logger.project=images",
         "seed=3",
     ]
-    assert _train(monkeypatch, *LOGGED, *options) == 0
+    assert run_train(monkeypatch, *LOGGED, *options) == 0
     (folder,) = _folders(run)
     history = _history(folder)
     _assert_as_in_csv(history, run)
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_without_gap_or_repeat(
     done = _run_alone("train.py", *LOGGED, killed % 9, f"hydra.run.dir={run}")
     assert done.returncode == -signal.SIGKILL, done.stderr
     (first,) = _folders(run)
-    assert _train(monkeypatch, f"resume={run}", killed % 99) == 0
+    assert run_train(monkeypatch, f"resume={run}", killed % 99) == 0
     folders = _folders(run)
     assert len(folders) == 2
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1

@@ -12,7 +12,8 @@ from imagegen.attention.base import CausalAttention
 from imagegen.build import build
 from imagegen.cli import PROJECT_ROOT
 from imagegen.errors import UserError
-from tests.test_run import SMALL, _train
+from tests.helpers import run_train
+from tests.test_run import SMALL
 
 # The mechanism, what is typed besides (SMALL has a head_dim of 8), and the sentence.
 TYPED = [
@@ -43,7 +44,7 @@ def test_impossible_choices_end_a_command_with_one_sentence(
 ) -> None:
     run = tmp_path / "run"
     options = [*SMALL, f"attention={name}", *typed.split(), f"hydra.run.dir={run}"]
-    assert _train(monkeypatch, *options) == 1
+    assert run_train(monkeypatch, *options) == 1
     error = capfd.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
