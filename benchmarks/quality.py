@@ -42,7 +42,7 @@ MUON = ["optimizer=muon", "batch_size=8"]
 OURS = ["head=categorical", *MUON]
 COLOUR = ["optimizer=muon", "optimizer.lr=0.014", "optimizer.adam_lr=0.0015", "batch_size=4"]
 # The paper's model, without dropout where it is trained with our optimizer: that is better in so
-# short a time (see the `tune` rows of quality.md).
+# short a time (see quality.md).
 PAPER = ["model=paper", "model.dropout=0", *MUON]
 PAPERS_OWN = [
     "model=paper",
@@ -69,11 +69,17 @@ PARTS = {
     "dropout 0.1": [*OURS, "model.dropout=0.1"],
 }
 
+
+def _sides(width: int, ours: list[str] = OURS, papers: list[str] = PAPER) -> dict[str, list[str]]:
+    """The two rows that most tables have."""
+    size = _size(width)
+    return {"ours": [*ours, *size], "the paper's model, our optimizer": [*papers, *size]}
+
+
 TABLES = {
     "mnist": Table(
         {
-            "ours": [*OURS, *_size(128)],
-            "the paper's model, our optimizer": [*PAPER, *_size(128)],
+            **_sides(128),
             "the paper's model and settings": [*PAPERS_OWN, *_size(128)],
         },
         MNIST,
@@ -83,19 +89,13 @@ TABLES = {
         root=DATA,
     ),
     "mnist-wide": Table(
-        {
-            "ours": [*OURS, *_size(256)],
-            "the paper's model, our optimizer": [*PAPER, *_size(256)],
-        },
+        _sides(256),
         MNIST,
         1800.0,
         root=DATA,
     ),
     "photographs": Table(
-        {
-            "ours": [*COLOUR, *_size(128)],
-            "the paper's model, our optimizer": [*PAPER, "batch_size=4", *_size(128)],
-        },
+        _sides(128, COLOUR, [*PAPER, "batch_size=4"]),
         PHOTOGRAPHS,
         1800.0,
         images=1000,
@@ -103,10 +103,7 @@ TABLES = {
         root=PHOTOGRAPHS_DATA,
     ),
     "fashion-mnist": Table(
-        {
-            "ours": [*OURS, *_size(128)],
-            "the paper's model, our optimizer": [*PAPER, *_size(128)],
-        },
+        _sides(128),
         FASHION,
         900.0,
         root=FASHION_DATA,

@@ -178,7 +178,7 @@ class ImageTransformer(nn.Module):
                     "model.linear_prediction=true needs an embedding that sees neighbours, but "
                     f"model.embedding is {type(self.embedding).__name__}; leave it false."
                 )
-            self.prediction = LinearPrediction(self.embedding, self.raster)
+            self.prediction = LinearPrediction(self.embedding)
             self.head.start_from_prediction()
 
     def parameters_of(

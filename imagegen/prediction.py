@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagegen.embedding import Neighbourhood
-from imagegen.raster import Raster
 
 # Least squares over small photographs, rounded; their sum is 1.
 FIRST_WEIGHTS = {(0, -1): 0.8, (-1, 0): 0.6, (-1, -1): -0.5, (-1, 1): 0.1}
@@ -23,22 +22,21 @@ class LinearPrediction(nn.Module):
 
     Args:
         embedding: gives the numbers `f`.
-        raster: the order of the values.
 
     Attributes:
         weight: "s f".
     """
 
-    def __init__(self, embedding: Neighbourhood, raster: Raster) -> None:
+    def __init__(self, embedding: Neighbourhood) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(raster.values_per_step, embedding.n_numbers))
-        lags = embedding.neighbour_lags
+        values, lags = embedding.raster.values_per_step, embedding.neighbour_lags
+        self.weight = nn.Parameter(torch.zeros(values, embedding.n_numbers))
         with torch.no_grad():
-            for (row, column), weight in FIRST_WEIGHTS.items():
-                if embedding.lag(row, column) in lags:
-                    first = lags.index(embedding.lag(row, column)) * raster.values_per_step
-                    for value in range(raster.values_per_step):
-                        self.weight[value, first + value] = weight
+            for offset, weight in FIRST_WEIGHTS.items():
+                lag = embedding.lag(*offset)
+                if lag in lags:
+                    first = lags.index(lag) * values
+                    self.weight[:, first : first + values].fill_diagonal_(weight)
 
     def forward(self, numbers: Float[Tensor, "b n f"]) -> Float[Tensor, "b n s"]:
         """Values from -1 to 1 or a little beyond.

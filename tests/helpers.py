@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,14 @@ def save_tiny_checkpoint(
 
 def run_train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The exit status of `train.py` in this process."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    return run_main(monkeypatch, train.main, "train.py", *arguments)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, main: Callable[[], Any], *argv: str) -> int:
+    """The exit status of a command's `main`, which takes its arguments from sys.argv."""
+    monkeypatch.setattr(sys, "argv", [*argv])
     try:
-        train.main()
+        main()
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from imagegen import find_lr
+from tests.helpers import run_main
 from tests.test_run import SMALL
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["find_lr", *options])
-    try:
-        find_lr.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return run_main(monkeypatch, find_lr.main, "find_lr", *options)
 
 
 def test_a_rate_is_suggested(

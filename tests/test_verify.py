@@ -37,7 +37,7 @@ from imagegen.verify_checks import (
     p_value,
     sampler_draws_the_distribution,
 )
-from tests.helpers import save_tiny_checkpoint, tiny_model
+from tests.helpers import run_main, save_tiny_checkpoint, tiny_model
 
 SPEC = ImageSpec(4, 5, 1, 17)
 NAMES = [WEIGHTS, FORMS_64, FORMS_32, SUM, SAMPLER, CAUSALITY, NORMALIZER, BATCH, STATE]
@@ -260,12 +260,7 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(patch: pytest.MonkeyPatch, *argv: str) -> int:
-    patch.setattr(sys, "argv", ["verify", *argv])
-    try:
-        verify.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return run_main(patch, verify.main, "verify", *argv)
 
 
 def test_the_command_prints_a_line_a_check(

@@ -108,6 +108,21 @@ def prediction_table(
 
 @no_type_check
 @fast()
+def _add_neighbours(sequence, position, lags, inside, table, row):
+    """Add the rows of `table` "k s v e" that the levels "n s" before a position name to one "e"."""
+    outside = table.shape[2] - 1
+    for k in range(lags.shape[0]):
+        for s in range(table.shape[1]):
+            level = outside
+            if inside[position, k]:
+                level = int(sequence[position - lags[k], s])
+            added = table[k, s, level]
+            for e in range(row.shape[0]):
+                row[e] += added[e]
+
+
+@no_type_check
+@fast()
 def predict(sequence, position, lags, inside, table, predicted, first, stop):
     """The linear prediction of a position from the values before it.
 
@@ -116,17 +131,9 @@ def predict(sequence, position, lags, inside, table, predicted, first, stop):
         table: see `prediction_table`.
         predicted: "r p", written.
     """
-    outside = table.shape[2] - 1
     for r in range(first, stop):
-        row = predicted[r]
-        row[:] = 0.0
-        for k in range(table.shape[0]):
-            for s in range(table.shape[1]):
-                level = outside
-                if inside[position, k]:
-                    level = int(sequence[r, position - lags[k], s])
-                for p in range(row.shape[0]):
-                    row[p] += table[k, s, level, p]
+        predicted[r] = 0.0
+        _add_neighbours(sequence[r], position, lags, inside, table, predicted[r])
 
 
 @no_type_check
@@ -142,16 +149,8 @@ def embed(sequence, position, lags, inside, table, place, context, x, first, sto
         x: "r e", written.
         first, stop: the rows to go through.
     """
-    outside = table.shape[2] - 1
     for r in range(first, stop):
         row = x[r]
         for e in range(row.shape[0]):
             row[e] = place[position, e] + context[r, e]
-        for k in range(lags.shape[0]):
-            for s in range(table.shape[1]):
-                level = outside
-                if inside[position, k]:
-                    level = int(sequence[r, position - lags[k], s])
-                added = table[k, s, level]
-                for e in range(row.shape[0]):
-                    row[e] += added[e]
+        _add_neighbours(sequence[r], position, lags, inside, table, row)

@@ -50,6 +50,8 @@ class MixtureOfLogistics(OutputHead):
         UserError: for fewer than one component.
     """
 
+    takes_prediction = True
+
     def __init__(
         self, d_model: int, levels: int, values_per_step: int = 1, n_mixtures: int = 10
     ) -> None:
@@ -67,8 +69,6 @@ class MixtureOfLogistics(OutputHead):
             means.copy_((torch.arange(n_mixtures) + 0.5) / n_mixtures * 2 - 1)
             log_scales.fill_(-math.log(n_mixtures))
             coefficients.zero_()
-
-    takes_prediction = True
 
     def start_from_prediction(self) -> None:
         """Components of several widths at the prediction; a channel errs as the one before it."""
