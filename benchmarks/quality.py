@@ -44,6 +44,7 @@ COLOUR = ["optimizer=muon", "optimizer.lr=0.014", "optimizer.adam_lr=0.0015", "b
 # The paper's model, without dropout where it is trained with our optimizer: that is better in so
 # short a time (see quality.md).
 PAPER = ["model=paper", "model.dropout=0", *MUON]
+PAPER_COLOUR = [*PAPER, "optimizer.lr=0.005", "optimizer.adam_lr=7e-4", "batch_size=4"]
 PAPERS_OWN = [
     "model=paper",
     "optimizer=radam",
@@ -95,7 +96,7 @@ TABLES = {
         root=DATA,
     ),
     "photographs": Table(
-        _sides(128, COLOUR, [*PAPER, "batch_size=4"]),
+        _sides(128, COLOUR, PAPER_COLOUR),
         PHOTOGRAPHS,
         1800.0,
         images=1000,
