@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from imagegen.attention.linear import LinearAttention
 
@@ -19,7 +20,7 @@ class NormalizerWatch(Callback):
     It is the least normaliser of all linear attention layers, those of hybrids among them, and of
     all training batches since it was logged last; validation and drawing do not count. Outputs are
     divided by their normaliser, so they and their gradients grow where it comes close to zero. See
-    `LinearAttention.normalizer_min` for its units.
+    `LinearAttention.normalizer_observer` for its units.
 
     A model that has no such layer trains as it does without this, and a line on stderr says so:
     other watchers, and the other runs of a multirun, may still have something to tell.
@@ -27,6 +28,7 @@ class NormalizerWatch(Callback):
 
     def __init__(self) -> None:
         self._layers: list[LinearAttention] = []
+        self._least: Tensor | None = None
         self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,22 +56,20 @@ class NormalizerWatch(Callback):
         step = trainer.global_step
         # Batches whose gradients are accumulated do not raise the step.
         due = step != self._logged_step and step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
-        least = [layer.normalizer_min for layer in self._layers if layer.normalizer_min is not None]
-        if due and least:
+        if due and self._least is not None:
             several = trainer.world_size > 1
-            pl_module.log(METRIC, torch.stack(least).min(), reduce_fx="min", sync_dist=several)
-            self._logged_step = step
-            self._forget()
+            pl_module.log(METRIC, self._least, reduce_fx="min", sync_dist=several)
+            self._logged_step, self._least = step, None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the layers as they were."""
         self._watch(False)
-        self._forget()
+        self._least = None
 
     def _watch(self, on: bool) -> None:
         for layer in self._layers:
-            layer.watch_normalizer = on
+            layer.normalizer_observer = self._observe if on else None
 
-    def _forget(self) -> None:
-        for layer in self._layers:
-            layer.normalizer_min = None
+    def _observe(self, normalizer: Tensor) -> None:
+        least = normalizer.amin()
+        self._least = least if self._least is None else torch.minimum(self._least, least)

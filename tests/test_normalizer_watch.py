@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from imagegen.attention.linear import LinearAttention
-from imagegen.normalizer_watch import METRIC
+from imagegen.normalizer_watch import METRIC, NormalizerWatch
 from tests.helpers import run_train
 from tests.test_run import SMALL, _rows
 
@@ -24,13 +23,13 @@ def test_the_least_normaliser_reaches_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulated: int, steps: list[int]
 ) -> None:
     seen: list[float] = []
-    observe = LinearAttention._observe
+    observe = NormalizerWatch._observe
 
-    def noting(self: LinearAttention, normalizer: Tensor) -> None:
+    def noting(self: NormalizerWatch, normalizer: Tensor) -> None:
         seen.append(normalizer.min().item())
         observe(self, normalizer)
 
-    monkeypatch.setattr(LinearAttention, "_observe", noting)
+    monkeypatch.setattr(NormalizerWatch, "_observe", noting)
     options = [*HYBRID, "callbacks=debug", f"trainer.accumulate_grad_batches={accumulated}"]
     assert run_train(monkeypatch, *SMALL, *options, f"hydra.run.dir={tmp_path / 'run'}") == 0
     # Twelve training batches through two layers; validations and drawings are not looked at.

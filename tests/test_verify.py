@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from imagegen.verify_checks import (
     SUM,
     WEIGHTS,
     all_checks,
+    normalizers_stay_away_from_zero,
     p_value,
     sampler_draws_the_distribution,
 )
@@ -110,8 +112,7 @@ def test_checks_leave_the_model_alone() -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     attention = model.blocks[0].attention
     assert isinstance(attention, LinearAttention)
-    assert not attention.watch_normalizer
-    assert attention.normalizer_min is None
+    assert attention.normalizer_observer is None
     assert not model.training
 
 
@@ -226,6 +227,30 @@ def test_each_check_fails_on_its_model(
     found = verdicts(model)
     assert found[name] is False
     assert {key for key, ok in found.items() if ok is False} - {name} <= others
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "ok"),
+    [(8e-6, 4, True), (8e-6, 5, False), (math.nan, 1, False), (math.inf, 1, False)],
+)
+def test_a_few_small_normalisers_are_let_pass(
+    monkeypatch: pytest.MonkeyPatch, value: float, count: int, ok: bool
+) -> None:
+    model = tiny_model(SPEC, n_layers=1)
+    attention = model.blocks[0].attention
+    assert isinstance(attention, LinearAttention)
+    normalizers = torch.ones(4000)
+    normalizers[:count] = value
+
+    def known(self: ImageTransformer, sequence: Tensor) -> None:
+        assert attention.normalizer_observer is not None
+        attention.normalizer_observer(normalizers)
+
+    monkeypatch.setattr(ImageTransformer, "parameters_of", known)
+    check = normalizers_stay_away_from_zero(model, torch.zeros(1, 20, 1, dtype=torch.uint8))
+    assert check.ok is ok
+    if value < 1:
+        assert check.figure == f"least 8.0e-06, {count} of 4,000 under 1e-05"
 
 
 def test_a_check_that_cannot_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:

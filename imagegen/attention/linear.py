@@ -101,7 +101,7 @@ def chunked_linear_attention(
     if padding[1]:
         y = y[:, :length]
     if watch is not None:
-        watch(normalizer.view(batch, heads, -1)[:, :, :length])
+        watch(normalizer.detach().view(batch, heads, -1)[:, :, :length])
     return y.transpose(1, 2), LinearState(s, z, before)
 
 
@@ -135,7 +135,7 @@ def recurrent_linear_attention(
     numerator = (q.unsqueeze(-2) @ s).squeeze(-2)
     normalizer = (q * z).sum(dim=-1)
     if watch is not None:
-        watch(normalizer)
+        watch(normalizer.detach())
     return _normalized(numerator, normalizer, eps, floor), LinearState(s, z, before)
 
 
@@ -158,9 +158,9 @@ class LinearAttention(CausalAttention[LinearState]):
         context: see `CausalAttention`.
 
     Attributes:
-        watch_normalizer: whether to keep `normalizer_min`; off at first.
-        normalizer_min: the least normaliser since this was None, a tensor without axes. `favor`'s
-            is relative to the largest features of the query and of the keys so far.
+        normalizer_observer: is called with the normalisers of every call, before `eps` or a clamp,
+            detached, "b h n" or of a step "b h"; None at first. `favor`'s are relative to the
+            largest features of the query and of the keys so far.
 
     Raises:
         UserError: for an unknown feature map, a number of features that it cannot have, a chunk
@@ -187,8 +187,7 @@ class LinearAttention(CausalAttention[LinearState]):
             raise UserError(f"attention.eps={eps} must be above 0.")
         self.chunk_size = chunk_size
         self.eps = eps
-        self.watch_normalizer = False
-        self.normalizer_min: Tensor | None = None
+        self.normalizer_observer: Callable[[Tensor], object] | None = None
         inner = self.n_heads * self.head_dim
         self.qkv = nn.Linear(d_model, 3 * inner)
         self.out = nn.Linear(inner, d_model)
@@ -257,10 +256,5 @@ class LinearAttention(CausalAttention[LinearState]):
     def _options(self) -> dict[str, Any]:
         return {
             "floor": self.feature_map.floor,
-            "watch": self._observe if self.watch_normalizer else None,
+            "watch": self.normalizer_observer,
         }
-
-    def _observe(self, normalizer: Tensor) -> None:
-        least = normalizer.detach().amin()
-        known = self.normalizer_min
-        self.normalizer_min = least if known is None else torch.minimum(known, least)
