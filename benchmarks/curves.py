@@ -62,10 +62,12 @@ def write_curves(curves: Sequence[Curve], path: Path) -> None:
             label = curve.row if curve.seed == 0 else None
             side.plot(x, curve.bits_per_dim, color=colours[curve.row], label=label, linewidth=1)
     lowest = min(min(curve.bits_per_dim) for curve in curves)
+    # The fall of the first steps would leave no room for the rest.
+    highest = max(max(curve.bits_per_dim[1:], default=2 * lowest) for curve in curves)
     for side, name in zip(sides, ("seconds of training", "images seen"), strict=True):
         side.set_xlabel(name)
         side.grid(alpha=0.3)
-        side.set_ylim(0.95 * lowest, 1.9 * lowest)
+        side.set_ylim(0.95 * lowest, 1.02 * highest)
     sides[0].set_ylabel("training bits/dim")
     sides[0].legend()
     figure.savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
