@@ -231,22 +231,22 @@ def normalizers_stay_away_from_zero(model: ImageTransformer, sequence: Tensor) -
     finally:
         for layer, observer in zip(layers, known, strict=True):
             layer.normalizer_observer = observer
-    total = near = 0
-    least, bound, finite = math.inf, 0.0, True
-    for layer, normalizers in zip(layers, seen, strict=True):
-        values = torch.cat([normalizer.flatten() for normalizer in normalizers])
-        finite &= bool(values.isfinite().all())
-        least = min(least, float(values.min()))
-        # A feature map that may be negative is clamped on purpose.
-        if layer.feature_map.floor is None:
-            bound = 10 * layer.eps
-            total += values.numel()
-            near += int((~(values >= bound)).sum())
-    ok = finite and near <= share * total
-    if not total:
-        return Check(NORMALIZER, f"least {least:.1e}", "clamped", ok)
-    figure = f"least {least:.1e}, {near} of {total:,} under {bound:g}"
-    return Check(NORMALIZER, figure, f"{share:.1%}", ok)
+    values = [torch.cat([each.flatten() for each in normalizers]) for normalizers in seen]
+    every = torch.cat(values)
+    least, finite = float(every.min()), bool(every.isfinite().all())
+    # A feature map that may be negative is clamped on purpose.
+    bounded = [
+        (normalizers, 10 * layer.eps)
+        for layer, normalizers in zip(layers, values, strict=True)
+        if layer.feature_map.floor is None
+    ]
+    if not bounded:
+        return Check(NORMALIZER, f"least {least:.1e}", "clamped", finite)
+    total = sum(normalizers.numel() for normalizers, _ in bounded)
+    near = sum(int((normalizers < bound).sum()) for normalizers, bound in bounded)
+    highest = max(bound for _, bound in bounded)
+    figure = f"least {least:.1e}, {near} of {total:,} under {highest:g}"
+    return Check(NORMALIZER, figure, f"{share:.1%}", finite and near <= share * total)
 
 
 def images_do_not_depend_on_company(model: ImageTransformer, seed: int) -> Check:

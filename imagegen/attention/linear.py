@@ -187,7 +187,7 @@ class LinearAttention(CausalAttention[LinearState]):
             raise UserError(f"attention.eps={eps} must be above 0.")
         self.chunk_size = chunk_size
         self.eps = eps
-        self.normalizer_observer: Callable[[Tensor], object] | None = None
+        self.normalizer_observer: Watch | None = None
         inner = self.n_heads * self.head_dim
         self.qkv = nn.Linear(d_model, 3 * inner)
         self.out = nn.Linear(inner, d_model)
