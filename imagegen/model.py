@@ -22,6 +22,7 @@ from imagegen.dropout import Dropout
 from imagegen.embedding import InputEmbedding, Neighbourhood
 from imagegen.errors import UserError
 from imagegen.heads.base import OutputHead
+from imagegen.label_embedding import LabelEmbedding
 from imagegen.prediction import LinearPrediction
 from imagegen.raster import Raster
 from imagegen.spec import ImageSpec
@@ -37,18 +38,18 @@ class ModelState:
         position: number of steps whose distributions have been computed.
         recent: levels of the last steps, as many as the embedding looks back.
         layers: the attention states.
-        context: embedding of the label, of models that know labels.
+        labels: of the images, -1 for none; of models that know labels.
     """
 
     position: Position
     recent: UInt8[Tensor, "b lookback s"]
     layers: list[AttentionState]
-    context: Float[Tensor, "b e"] | None = None
+    labels: Int64[Tensor, "b"] | None = None
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
         tensors = [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
-        return tensors if self.context is None else [*tensors, self.context]
+        return tensors if self.labels is None else [*tensors, self.labels]
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +59,15 @@ class ModelState:
     def clone(self) -> ModelState:
         """A copy that shares no memory with this state."""
         layers = [layer.clone() for layer in self.layers]
-        context = None if self.context is None else self.context.clone()
-        return ModelState(self.position, self.recent.clone(), layers, context)
+        labels = None if self.labels is None else self.labels.clone()
+        return ModelState(self.position, self.recent.clone(), layers, labels)
 
     def repeat(self, times: int) -> ModelState:
         """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
         layers = [layer.repeat(times) for layer in self.layers]
         recent = self.recent.repeat_interleave(times, dim=0)
-        context = None if self.context is None else self.context.repeat_interleave(times, dim=0)
-        return ModelState(self.position, recent, layers, context)
+        labels = None if self.labels is None else self.labels.repeat_interleave(times, dim=0)
+        return ModelState(self.position, recent, layers, labels)
 
 
 class ImageTransformer(nn.Module):
@@ -84,6 +85,8 @@ class ImageTransformer(nn.Module):
         tokens: what a step predicts, see `Raster`.
         linear_prediction: whether distributions that can do so lie around a `LinearPrediction`.
         n_classes: number of labels that the model is conditioned on; none by default.
+        label_grid: what a label adds to the input differs between so many by so many areas of the
+            image, see `LabelEmbedding`.
         label_dropout: share of labels withheld in training, so that the model also learns to do
             without (classifier-free guidance, Ho and Salimans, 2022).
         flips: whether the model is told that an image is mirrored, for training on mirrored images
@@ -114,6 +117,7 @@ class ImageTransformer(nn.Module):
         tokens: str = "subpixel",
         linear_prediction: bool = False,
         n_classes: int | None = None,
+        label_grid: int = 1,
         label_dropout: float = 0.1,
         flips: bool = False,
     ) -> None:
@@ -125,19 +129,17 @@ class ImageTransformer(nn.Module):
             raise UserError(f"model.dropout={dropout} must be at least 0 and below 1.")
         if not 0 <= label_dropout <= 1:
             raise UserError(f"model.label_dropout={label_dropout} must lie between 0 and 1.")
-        if n_classes is not None and n_classes < 1:
-            raise UserError(f"n_classes={n_classes} must be at least 1.")
         self.spec = spec
         self.raster = Raster(spec, tokens)
         self.n_classes = n_classes
         self.label_dropout = label_dropout
         self.embedding = build(embedding, InputEmbedding, d_model=d_model, raster=self.raster)
-        # The last row stands for "no label".
-        self.label = None if n_classes is None else nn.Embedding(n_classes + 1, d_model)
+        self.label = None
+        if n_classes is not None:
+            self.label = LabelEmbedding(n_classes, d_model, self.raster, label_grid)
         self.flip = nn.Embedding(2, d_model) if flips else None
-        for table in (self.label, self.flip):
-            if table is not None:
-                nn.init.normal_(table.weight, std=d_model**-0.5)
+        if self.flip is not None:
+            nn.init.normal_(self.flip.weight, std=d_model**-0.5)
         self.blocks = nn.ModuleList(
             Block(
                 build(
@@ -191,8 +193,8 @@ class ImageTransformer(nn.Module):
         if self.training and labels is not None:
             withheld = torch.rand(labels.shape, device=labels.device) < self.label_dropout
             labels = labels.masked_fill(withheld, NO_LABEL)
-        context = self._context(len(sequence), labels, flipped)
-        return self._parallel(self._padded(sequence[:, :-1]), 0, None, context)[0]
+        labels = self._known(len(sequence), labels)
+        return self._parallel(self._padded(sequence[:, :-1]), 0, None, labels, flipped)[0]
 
     def log_prob(
         self,
@@ -233,7 +235,7 @@ class ImageTransformer(nn.Module):
             device=self.device,
         )
         layers = [block.initial_state(batch_size) for block in self._blocks()]
-        return ModelState(0, recent, layers, self._context(batch_size, labels, None))
+        return ModelState(0, recent, layers, self._known(batch_size, labels))
 
     def prefill(
         self,
@@ -256,11 +258,11 @@ class ImageTransformer(nn.Module):
         # The first step of all has no value before it, so its prediction is still to be made.
         skipped = 0 if state.position == 0 else 1
         parameters, layers = self._parallel(
-            window[:, skipped:], state.position, state.layers, state.context
+            window[:, skipped:], state.position, state.layers, state.labels
         )
         position = state.position + parameters.shape[1]
         recent = window[:, window.shape[1] - self.embedding.lookback :].clone()
-        return parameters[:, -1], ModelState(position, recent, layers, state.context)
+        return parameters[:, -1], ModelState(position, recent, layers, state.labels)
 
     def step(
         self, values: UInt8[Tensor, "b s"] | None, state: ModelState
@@ -275,14 +277,14 @@ class ImageTransformer(nn.Module):
         recent = state.recent
         if values is not None:
             recent = torch.cat([recent[:, 1:], values.unsqueeze(1)], dim=1)
-        x = self._embedded(recent, state.position, state.context).squeeze(1)
+        x = self._embedded(recent, state.position, state.labels).squeeze(1)
         layers = []
         for block, layer in zip(self._blocks(), state.layers, strict=True):
             x, layer = block.step(x, layer)
             layers.append(layer)
         predicted = self._predicted(recent, state.position)
         parameters = self.head(self.norm(x), None if predicted is None else predicted.squeeze(1))
-        return parameters, ModelState(state.position + 1, recent, layers, state.context)
+        return parameters, ModelState(state.position + 1, recent, layers, state.labels)
 
     @property
     def device(self) -> torch.device:
@@ -298,25 +300,49 @@ class ImageTransformer(nn.Module):
             [sequence.new_zeros(batch, self.embedding.lookback, values), sequence], dim=1
         )
 
-    def _context(
-        self, batch_size: int, labels: Tensor | None, flipped: Tensor | None
-    ) -> Tensor | None:
-        """What is added to every position: embeddings "b e" of the label and of being mirrored."""
-        context = None
-        if self.label is not None and self.n_classes is not None:
-            if labels is None:
-                labels = torch.full((batch_size,), NO_LABEL, device=self.device)
-            context = self.label(labels.masked_fill(labels == NO_LABEL, self.n_classes))
+    def _known(self, batch_size: int, labels: Tensor | None) -> Tensor | None:
+        """Labels of the images, of models that know some."""
+        if self.n_classes is None:
+            return None
+        if labels is None:
+            labels = torch.full((batch_size,), NO_LABEL, device=self.device)
+        return labels
+
+    def condition(
+        self,
+        labels: Int64[Tensor, "b"] | None,
+        flipped: Bool[Tensor, "b"] | None,
+        start: Position,
+        count: int,
+    ) -> Float[Tensor, "#b n e"] | None:
+        """What the label and being mirrored add to the input of steps start to start + count - 1.
+
+        `n` is 1 where it is the same for all steps. None for models that know of neither.
+
+        Args:
+            labels: see `log_prob`; models that know labels need them.
+            flipped: see `log_prob`.
+        """
+        condition = None
+        if self.label is not None and labels is not None:
+            condition = self.label(labels, start, count)
         if self.flip is not None:
             if flipped is None:
-                flipped = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
-            mirrored = self.flip(flipped.int())
-            context = mirrored if context is None else context + mirrored
-        return context
+                flipped = torch.zeros(1, dtype=torch.bool, device=self.device)
+            mirrored = self.flip(flipped.int()).unsqueeze(1)
+            condition = mirrored if condition is None else condition + mirrored
+        return condition
 
-    def _embedded(self, window: Tensor, start: Position, context: Tensor | None) -> Tensor:
+    def _embedded(
+        self,
+        window: Tensor,
+        start: Position,
+        labels: Tensor | None,
+        flipped: Tensor | None = None,
+    ) -> Tensor:
         x = self.embedding(window, start)
-        return self.dropout(x if context is None else x + context.unsqueeze(1))
+        condition = self.condition(labels, flipped, start, x.shape[1])
+        return self.dropout(x if condition is None else x + condition)
 
     def _predicted(self, window: Tensor, start: Position) -> Tensor | None:
         """The linear prediction of the values, "b n s"."""
@@ -330,9 +356,10 @@ class ImageTransformer(nn.Module):
         window: Tensor,
         start: int,
         states: list[AttentionState] | None,
-        context: Tensor | None,
+        labels: Tensor | None,
+        flipped: Tensor | None = None,
     ) -> tuple[Tensor, list[AttentionState]]:
-        x = self._embedded(window, start, context)
+        x = self._embedded(window, start, labels, flipped)
         layers = []
         for index, block in enumerate(self._blocks()):
             x, layer = block(x, states[index] if states else None)

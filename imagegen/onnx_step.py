@@ -30,29 +30,19 @@ class SingleStep(nn.Module):
         self.initial = self.model.initial_state(1)
         self._refuse_growing_states()
         self.labelled = self.model.n_classes is not None
-        classes = self.model.n_classes or 0
-        # What is added for each label, and last for no label.
-        labels = torch.tensor([*range(classes), NO_LABEL])
-        table = self.model.initial_state(len(labels), labels if classes else None).context
-        self.register_buffer("contexts", table)
-        self.initial = dataclasses.replace(self.initial, context=None)
+        self.initial = dataclasses.replace(self.initial, labels=None)
         self.state = {
             name: tensor for name, tensor in named_tensors(self.initial) if tensor.numel() > 0
         }
 
     def forward(self, token: Tensor, position: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Shapes and dtypes as the module says, the state in the order of `self.state`."""
-        batch, context = token.shape[0], cast(Tensor | None, self.contexts)
-        if context is not None:
-            last = len(context) - 1
-            if self.labelled:
-                label, *others = others  # type: ignore[assignment]
-                context = F.embedding(torch.where(label < 0, last, label), context)
-            else:
-                context = context.expand(batch, -1)
+        batch, label = token.shape[0], None
+        if self.labelled:
+            label, *others = others  # type: ignore[assignment]
         given = dict(zip(self.state, others, strict=True))
         before = with_tensors(self.initial, given, "", position, batch)
-        before = dataclasses.replace(before, context=context)
+        before = dataclasses.replace(before, labels=label)
         parameters, after = self.model.step(token.to(torch.uint8), before)
         found = dict(named_tensors(after))
         return parameters, *(found[name] for name in self.state)

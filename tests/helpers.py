@@ -39,7 +39,11 @@ def tiny_model(spec: ImageSpec, seed: int = 0, **options: Any) -> ImageTransform
     """An untrained model; `options` replace those of TINY_MODEL."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return ImageTransformer(spec, **{**TINY_MODEL, **options}).eval()
+        model = ImageTransformer(spec, **{**TINY_MODEL, **options}).eval()
+        if model.label is not None and model.label.areas is not None:
+            # As trained: they start at zero, where nothing would show.
+            torch.nn.init.normal_(model.label.areas, std=0.3)
+        return model
 
 
 def save_tiny_checkpoint(

@@ -51,7 +51,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "linear-paper": {"norm_first": False},
     "linear-paper-pixel": {"norm_first": False, "tokens": "pixel"},
     "linear-neighbourhood": {},
-    "linear-neighbourhood-pixel": {"tokens": "pixel", "n_classes": 3, "flips": True},
+    "linear-neighbourhood-pixel": {
+        "tokens": "pixel",
+        "n_classes": 3,
+        "label_grid": 2,
+        "flips": True,
+    },
     "linear-neighbourhood-predicted": {"tokens": "pixel", "linear_prediction": True},
     "softmax-neighbourhood-predicted": {"tokens": "subpixel", "linear_prediction": True},
     "linear-neighbourhood-convolution": {"convolution": [1, 2], "tokens": "pixel"},
@@ -125,7 +130,12 @@ def test_forms_agree_over_whole_images(attention: str, spec: ImageSpec, dtype: t
 @torch.no_grad()
 def test_labels_reach_both_forms() -> None:
     model = tiny_model(
-        COLOUR, embedding=EMBEDDING["neighbourhood"], tokens="pixel", n_classes=3, flips=True
+        COLOUR,
+        embedding=EMBEDDING["neighbourhood"],
+        tokens="pixel",
+        n_classes=3,
+        label_grid=2,
+        flips=True,
     ).double()
     images = _images(COLOUR, 3)
     sequence, labels = model.raster.to_sequence(images), torch.tensor([2, 0, -1])

@@ -39,6 +39,7 @@ EVERYTHING = {
     "n_layers": 2,
     "tokens": "pixel",
     "n_classes": 3,
+    "label_grid": 2,
     "flips": True,
     "convolution": [1, 1],
     "norm": "rms",

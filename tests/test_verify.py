@@ -76,7 +76,13 @@ def test_sound_models_pass(name: str, growing: bool) -> None:
 def pixels(levels: int = 256) -> ImageTransformer:
     """Of colour images, a pixel a step, with labels and a convolution."""
     embedding = {"_target_": "imagegen.embedding.Neighbourhood"}
-    options = {"n_classes": 3, "flips": True, "convolution": [1, 1], "embedding": embedding}
+    options = {
+        "n_classes": 3,
+        "label_grid": 2,
+        "flips": True,
+        "convolution": [1, 1],
+        "embedding": embedding,
+    }
     return tiny_model(ImageSpec(3, 4, 3, levels), tokens="pixel", **options)
 
 

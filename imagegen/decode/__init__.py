@@ -69,13 +69,13 @@ class Decoder(ABC):
     def parameters(
         self,
         sequence: UInt8[np.ndarray, "b n s"],
-        context: Float[np.ndarray, "b e"] | None = None,
+        labels: Int64[np.ndarray, "b"] | None = None,
     ) -> Float[np.ndarray, "b n p"]:
         """The distributions of all steps of known sequences, in the decoder's own arithmetic.
 
         Args:
             sequence: levels.
-            context: added to the embedding, as `ModelState.context`.
+            labels: see `ModelState`; none by default.
         """
 
 
@@ -136,9 +136,8 @@ def parameters_as_drawn(
             f"precision={precision} asks for compiled loops, and there are none: {decoder}; leave "
             "precision out."
         )
-    context = model.initial_state(len(sequence), labels).context
-    numbers = None if context is None else context.float().numpy()
-    return torch.from_numpy(decoder.parameters(sequence.numpy(), numbers))
+    known = None if labels is None else labels.numpy()
+    return torch.from_numpy(decoder.parameters(sequence.numpy(), known))
 
 
 def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from imagegen.decode.compile import fast
 from imagegen.embedding import Neighbourhood, ValueAndSinusoid
+from imagegen.model import NO_LABEL, ImageTransformer
 from imagegen.prediction import LinearPrediction
 
 
@@ -106,6 +107,27 @@ def prediction_table(
     return np.ascontiguousarray(table, dtype=np.float32)
 
 
+@torch.no_grad()
+def condition_tables(
+    model: ImageTransformer,
+) -> tuple[Float[np.ndarray, "labels areas e"], Int64[np.ndarray, "n"]]:
+    """What is added to the embedding for each label, and last for none, in each area.
+
+    Returns:
+        Those tables, and the area of each position.
+    """
+    width, length = model.embedding.d_model, model.raster.length
+    area, first = np.zeros(length, dtype=np.int64), [0]
+    if model.label is not None and model.label.areas is not None:
+        area = cast(Tensor, model.label.area).numpy()
+        first = np.unique(area, return_index=True)[1].tolist()
+    labels = torch.tensor([*range(model.n_classes or 0), NO_LABEL])
+    tables = [model.condition(labels, None, position, 1) for position in first]
+    if tables[0] is None:
+        return np.zeros((1, 1, width), dtype=np.float32), area
+    return torch.cat(cast(list[Tensor], tables), dim=1).float().numpy(), area
+
+
 @no_type_check
 @fast()
 def _add_neighbours(sequence, position, lags, inside, table, row):
@@ -138,19 +160,20 @@ def predict(sequence, position, lags, inside, table, predicted, first, stop):
 
 @no_type_check
 @fast()
-def embed(sequence, position, lags, inside, table, place, context, x, first, stop):
+def embed(sequence, position, lags, inside, table, place, condition, area, label, x, first, stop):
     """The embedding of a position from the values before it.
 
     Args:
         sequence: levels "r n s" of all positions, known up to `position`.
         position: the predicted step.
         lags, inside, table, place: see `EmbeddingTables`.
-        context: "r e", added.
+        condition, area: see `condition_tables`.
+        label: "r", the condition of each row.
         x: "r e", written.
         first, stop: the rows to go through.
     """
     for r in range(first, stop):
-        row = x[r]
+        row, added = x[r], condition[label[r], area[position]]
         for e in range(row.shape[0]):
-            row[e] = place[position, e] + context[r, e]
+            row[e] = place[position, e] + added[e]
         _add_neighbours(sequence[r], position, lags, inside, table, row)

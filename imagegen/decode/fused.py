@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from imagegen.block import Block
@@ -111,15 +111,14 @@ class FusedDecoder(Decoder):
     def parameters(
         self,
         sequence: UInt8[np.ndarray, "b n s"],
-        context: Float[np.ndarray, "b e"] | None = None,
+        labels: Int64[np.ndarray, "b"] | None = None,
     ) -> Float[np.ndarray, "b n p"]:
         """See `Decoder`."""
         count, length = sequence.shape[:2]
-        state = self.model.initial_state(count)
-        if context is not None:
-            state.context = torch.from_numpy(context)
-        known = torch.zeros(count, self.weights.head.width)
-        rows = self._rows(1, slice(0, count), state, known, sequence, np.zeros((count, 0, 0)))
+        known = None if labels is None else torch.from_numpy(labels)
+        state = self.model.initial_state(count, known)
+        unknown = torch.zeros(count, self.weights.head.width)
+        rows = self._rows(1, slice(0, count), state, unknown, sequence, np.zeros((count, 0, 0)))
         settings, flags = settings_of(self.model, self.mix, Controls()), team_flags()
         features = cast(MixtureOfLogistics, self.model.head).projection.out_features
         result = np.empty((count, length, features), dtype=np.float32)
@@ -156,9 +155,11 @@ class FusedDecoder(Decoder):
         def room(features: int, kind: type = np.float32) -> np.ndarray:
             return np.zeros((count, features), dtype=kind)
 
-        context = room(width)
-        if state.context is not None:
-            context += state.context[part].float().numpy()
+        # The last condition is that of no label.
+        label = np.full(count, len(weights.condition) - 1)
+        if state.labels is not None:
+            own = state.labels[part].numpy()
+            label = np.where(own < 0, label, own)
         known = room(weights.head.width)
         known[:, : parameters.shape[1]] = parameters[part].float().numpy()
         states = [
@@ -175,7 +176,7 @@ class FusedDecoder(Decoder):
             recent=recent,
             ones=np.ones(s.shape[3], dtype=np.float32),
             sequence=sequence[part],
-            context=context,
+            label=label,
             noise=noise[part],
             predicted=room(weights.prediction.shape[3]),
             x=room(width),

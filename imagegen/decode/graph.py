@@ -101,13 +101,12 @@ class GraphDecoder(Decoder):
     def parameters(
         self,
         sequence: UInt8[np.ndarray, "b n s"],
-        context: Float[np.ndarray, "b e"] | None = None,
+        labels: Int64[np.ndarray, "b"] | None = None,
     ) -> Float[np.ndarray, "b n p"]:
         """See `Decoder`; by PyTorch's own steps, which the graph repeats."""
         model = self.model
-        state = model.initial_state(len(sequence))
-        if context is not None:
-            state.context = torch.from_numpy(context).to(model.device)
+        known = None if labels is None else torch.from_numpy(labels).to(model.device)
+        state = model.initial_state(len(sequence), known)
         values: Tensor | None = None
         result = []
         for position in range(sequence.shape[1]):

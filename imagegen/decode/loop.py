@@ -37,6 +37,8 @@ class Weights(NamedTuple):
     inside: Bool[np.ndarray, "n k"]
     table: Float32[np.ndarray, "k s v e"]
     place: Float32[np.ndarray, "n e"]
+    condition: Float32[np.ndarray, "labels areas e"]
+    area: Int64[np.ndarray, "n"]
     prediction: Float32[np.ndarray, "k s v p"]
     mix: Matrix
     rates: Float32[np.ndarray, "l h"]
@@ -77,7 +79,7 @@ class Rows(NamedTuple):
         s, z, keys, recent: states of all layers, changed; see `mixers.States`.
         ones: decays of mechanisms that have none.
         sequence: levels; those that are drawn are written.
-        context: added to the embedding.
+        label: the row of `Weights.condition` that is added to the embedding.
         noise: uniform numbers of the steps from the first one drawn.
         predicted: the linear prediction of the step's values; without columns where there is none.
         x: what runs through the layers.
@@ -96,7 +98,7 @@ class Rows(NamedTuple):
     recent: Float32[np.ndarray, "l r w h c"]
     ones: Float32[np.ndarray, "d"]
     sequence: UInt8[np.ndarray, "r n s"]
-    context: Float32[np.ndarray, "r e"]
+    label: Int64[np.ndarray, "r"]
     noise: Float64[np.ndarray, "r n u"]
     predicted: Float32[np.ndarray, "r p"]
     x: Float32[np.ndarray, "r e"]
@@ -191,7 +193,9 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
                 w.inside,
                 w.table,
                 w.place,
-                rows.context,
+                w.condition,
+                w.area,
+                rows.label,
                 x,
                 own_first,
                 own_stop,

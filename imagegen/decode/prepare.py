@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from imagegen.block import Block, GatedLinearUnit
 from imagegen.decode import mixers
 from imagegen.decode.elementwise import ACTIVATIONS
-from imagegen.decode.embedding import prediction_table, tables_of
+from imagegen.decode.embedding import condition_tables, prediction_table, tables_of
 from imagegen.decode.loop import Settings, Weights
 from imagegen.decode.matmul import PANEL
 from imagegen.decode.matrix import Matrix, matrix
@@ -95,6 +95,7 @@ def weights_of(model: ImageTransformer, layers: list[Mixer], bits: int) -> Weigh
         tables.inside,
         tables.table,
         tables.place,
+        *condition_tables(model),
         prediction_table(model.prediction, embedding),
         mix=_groups(layers, bits),
         rates=np.stack([layer.rates for layer in layers]),

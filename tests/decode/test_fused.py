@@ -11,7 +11,7 @@ import torch
 
 from imagegen import decode
 from imagegen.decode import choose_decoder
-from imagegen.decode.embedding import embed, tables_of
+from imagegen.decode.embedding import condition_tables, embed, tables_of
 from imagegen.decode.fused import FusedDecoder
 from imagegen.decode.integer import is_supported
 from imagegen.decode.prepare import why_not
@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
             "tokens": "pixel",
             "linear_prediction": True,
             "n_classes": 3,
+            "label_grid": 4,
             "flips": True,
             "norm": "rms",
             "gated": True,
@@ -147,11 +148,11 @@ def test_the_distribution_of_every_step(model: ImageTransformer, bits: int) -> N
         model.spec.levels, (5, model.raster.length, model.raster.values_per_step)
     ).to(torch.uint8)
     if model.n_classes is None:
-        labels, context = None, None
+        labels, known = None, None
     else:
-        labels = torch.tensor([0, 1, 2, 0, 1])
-        context = model.initial_state(5, labels).context.numpy()  # type: ignore[union-attr]
-    drawn = decoder.parameters(sequence.numpy(), context)
+        labels = torch.tensor([0, 1, 2, -1, 1])
+        known = labels.numpy()
+    drawn = decoder.parameters(sequence.numpy(), known)
     double = copy.deepcopy(model).double().eval()
     expected = double.parameters_of(sequence, labels).numpy()
     error = np.sqrt(((drawn - expected) ** 2).mean() / expected.var())
@@ -194,7 +195,7 @@ def test_tables_are_the_embedding(name: str) -> None:
     expected = model.embedding(model._padded(sequence[:, :-1]), 0)
     tables = tables_of(model.embedding)
     assert tables is not None
-    context = np.zeros((3, 16), dtype=np.float32)
+    condition, area = condition_tables(model)
     for position in range(model.raster.length):
         x = np.empty((3, 16), dtype=np.float32)
         embed(
@@ -204,7 +205,9 @@ def test_tables_are_the_embedding(name: str) -> None:
             tables.inside,
             tables.table,
             tables.place,
-            context,
+            condition,
+            area,
+            np.zeros(3, dtype=np.int64),
             x,
             0,
             3,

@@ -31,7 +31,13 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
     "default": (GREY, {"embedding": NEIGHBOURHOOD, "n_layers": 2, "convolution": [1, 1]}),
     "pixels": (
         COLOUR,
-        {"embedding": NEIGHBOURHOOD, "tokens": "pixel", "n_classes": 3, "flips": True},
+        {
+            "embedding": NEIGHBOURHOOD,
+            "tokens": "pixel",
+            "n_classes": 3,
+            "label_grid": 2,
+            "flips": True,
+        },
     ),
     "favor": (GREY, _attention("linear.LinearAttention", feature_map="favor")),
     "retention": (GREY, _attention("retention.Retention")),
