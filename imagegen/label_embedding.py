@@ -34,14 +34,13 @@ class LabelEmbedding(nn.Module):
         areas: what is added to that in each area; "k a e", or None.
 
     Raises:
-        UserError: for numbers below 1.
+        UserError: for fewer than one label.
     """
 
     def __init__(self, n_classes: int, d_model: int, raster: Raster, grid: int = 1) -> None:
         super().__init__()
-        for name, number in {"n_classes": n_classes, "model.label_grid": grid}.items():
-            if number < 1:
-                raise UserError(f"{name}={number} must be at least 1.")
+        if n_classes < 1:
+            raise UserError(f"n_classes={n_classes} must be at least 1.")
         self.n_classes = n_classes
         self.weight = nn.Parameter(torch.empty(n_classes + 1, d_model))
         nn.init.normal_(self.weight, std=d_model**-0.5)

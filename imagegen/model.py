@@ -122,7 +122,8 @@ class ImageTransformer(nn.Module):
         flips: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in {"n_layers": n_layers, "d_model": d_model, "d_ff": d_ff}.items():
+        sizes = {"n_layers": n_layers, "d_model": d_model, "d_ff": d_ff, "label_grid": label_grid}
+        for name, size in sizes.items():
             if size < 1:
                 raise UserError(f"model.{name}={size} must be at least 1.")
         if not 0 <= dropout < 1:
