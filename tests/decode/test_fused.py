@@ -192,10 +192,15 @@ def test_tables_are_the_embedding(name: str) -> None:
     model = tiny_model(spec, **options)
     images = torch.randint(0, spec.levels, (3, *spec.shape), dtype=torch.uint8)
     sequence = model.raster.to_sequence(images)
+    labels = torch.tensor([-1, 0, 2])
     expected = model.embedding(model._padded(sequence[:, :-1]), 0)
+    added = model.condition(labels, None, 0, model.raster.length)
+    if added is not None:
+        expected = expected + added
     tables = tables_of(model.embedding)
     assert tables is not None
     condition, area = condition_tables(model)
+    rows = labels.numpy() if model.n_classes else np.zeros(3, dtype=np.int64)
     for position in range(model.raster.length):
         x = np.empty((3, 16), dtype=np.float32)
         embed(
@@ -207,7 +212,7 @@ def test_tables_are_the_embedding(name: str) -> None:
             tables.place,
             condition,
             area,
-            np.zeros(3, dtype=np.int64),
+            np.where(rows < 0, len(condition) - 1, rows),
             x,
             0,
             3,
