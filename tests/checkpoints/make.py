@@ -37,6 +37,10 @@ CHOICES = {
         *("model.norm=rms", "model.residual_scale=0.1", "head.n_mixtures=2"),
         "model.embedding.neighbours=[[0,-1],[-1,0]]",
     ],
+    "label-grid": [
+        *("model.conditional=true", "model.label_grid=3", "head=categorical"),
+        "model.embedding.neighbours=[[0,-1],[-1,0]]",
+    ],
 }
 IMAGES = 4
 
