@@ -6,6 +6,7 @@ Axes: `b` batch, `n` position, `e` model width.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ class Block(nn.Module):
         row_length: positions in a row of the image.
 
     Raises:
-        UserError: for unknown names and an impossible convolution.
+        UserError: for unknown names, a scale that is not finite and an impossible convolution.
     """
 
     def __init__(
@@ -121,6 +122,8 @@ class Block(nn.Module):
         self.dropout = Dropout(dropout)
         self.scale1 = self.scale2 = None
         if residual_scale is not None:
+            if not math.isfinite(residual_scale):
+                raise UserError(f"model.residual_scale={residual_scale} must be a finite number.")
             self.scale1, self.scale2 = (
                 nn.Parameter(torch.full((d_model,), float(residual_scale))) for _ in range(2)
             )

@@ -90,21 +90,18 @@ def check_options(what: str, function: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_section(section: str, node: Mapping[str, Any]) -> None:
-    """As `check_options`, for the `_target_` of a section, where that is not ours.
+    """As `check_options`, for the `_target_` of a section.
 
-    Foreign classes may take any value at first, and fail when the run comes to use it. A target
-    that cannot be found, or whose annotations cannot, is left to tell that itself.
+    Classes may take any value at first, and fail when the run comes to use it. A target that cannot
+    be found, or whose annotations cannot, is left to tell that itself.
 
     Raises:
         UserError: for the first value of another kind than its argument's annotation.
     """
     from hydra.utils import get_object
 
-    target = str(node.get("_target_"))
-    if target.startswith("imagegen."):
-        return
     try:
-        found = get_object(target)
+        found = get_object(str(node.get("_target_")))
         hints = get_type_hints(found.__init__ if inspect.isclass(found) else found)
     except Exception:
         return

@@ -1,8 +1,8 @@
 """Store images as the model's likelihoods allow: `python -m imagegen.codec compress|decompress`.
 
-A file is a header of 24 bytes, little-endian, then the code of `imagegen.coding`: "IGC" and a byte
-for the format's version, the number of images (32 bits), the first 8 bytes each of the SHA-256 of
-the checkpoint and of the images' levels.
+A file is a header of 28 bytes, little-endian, then the code of `imagegen.coding`: "IGC" and a byte
+for the format's version, the CRC-32 of all that follows it, the number of images (32 bits), the
+first 8 bytes each of the SHA-256 of the checkpoint and of the images' levels. Format 1 had no CRC.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
@@ -27,8 +28,8 @@ from imagegen.progress import image_progress
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-MAGIC, FORMAT_VERSION = b"IGC", 1
-HEADER = struct.Struct("<3sBI8s8s")
+MAGIC, FORMAT_VERSION = b"IGC", 2
+PREFIX, CRC, REST = struct.Struct("<3sB"), struct.Struct("<I"), struct.Struct("<I8s8s")
 SPLITS = ("train", "val", "test")
 USAGE = """\
 Store images in as many bits as a model needs for them, and get them back exactly.
@@ -36,7 +37,8 @@ Store images in as many bits as a model needs for them, and get them back exactl
   python -m imagegen.codec compress ckpt=<checkpoint or run folder> images=PHOTOS out=FILE
   python -m imagegen.codec decompress ckpt=<the same> file=FILE out=DIR
 
-Add --help after either word for its options."""
+Labels are not stored, and a model trained with them codes images as it does without. Add --help
+after either word for its options."""
 
 
 def compress(config: Mapping[str, Any]) -> Path:
@@ -71,11 +73,10 @@ def compress(config: Mapping[str, Any]) -> Path:
     with image_progress("compressing", len(images)) as advance:
         words = encode(model, images, advance)
     code = words.astype("<u4").tobytes()
-    header = HEADER.pack(
-        MAGIC, FORMAT_VERSION, len(images), bytes.fromhex(source.sha256)[:8], _checksum(images)
-    )
-    write_atomic(out, header + code)
-    size = len(header) + len(code)
+    rest = REST.pack(len(images), bytes.fromhex(source.sha256)[:8], _checksum(images)) + code
+    content = PREFIX.pack(MAGIC, FORMAT_VERSION) + CRC.pack(zlib.crc32(rest)) + rest
+    write_atomic(out, content)
+    size = len(content)
     print(
         f"{len(images)} images in {size} bytes, {8 * size / images.size:.4f} bits/dim, "
         f"in {perf_counter() - started:.1f} s: {out}"
@@ -130,23 +131,32 @@ def read_code(path: Path) -> tuple[int, bytes, bytes, UInt32[np.ndarray, " words
     """Number of images, checksums of checkpoint and images, and code of what `compress` wrote.
 
     Raises:
-        UserError: for a file that cannot be read, is none of ours, is newer, or is cut off.
+        UserError: for a file that cannot be read, is none of ours, is newer, or is damaged.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"file={path} cannot be read: {error.strerror or error}.") from error
-    if len(content) < HEADER.size or not content.startswith(MAGIC):
+    if len(content) < PREFIX.size + REST.size or not content.startswith(MAGIC):
         raise UserError(f"{path} is not a file that imagegen.codec compress wrote.")
-    _, version, n, checkpoint, images = HEADER.unpack(content[: HEADER.size])
+    _, version = PREFIX.unpack_from(content)
     if version > FORMAT_VERSION:
         raise UserError(
             f"{path} has format {version}, newer than the {FORMAT_VERSION} that this version "
             "reads; update imagegen."
         )
-    code = content[HEADER.size :]
-    if not n or len(code) % 4:
+    rest = content[PREFIX.size :]
+    if version > 1:
+        (crc,), rest = CRC.unpack_from(rest), rest[CRC.size :]
+        # Before the number of images is believed.
+        if crc != zlib.crc32(rest):
+            raise UserError(f"{path} is damaged: it was cut off or changed.")
+    if len(rest) < REST.size or (len(rest) - REST.size) % 4:
         raise UserError(f"{path} is damaged: it was cut off.")
+    n, checkpoint, images = REST.unpack_from(rest)
+    if not n:
+        raise UserError(f"{path} is damaged: it holds no image.")
+    code = rest[REST.size :]
     return n, checkpoint, images, np.frombuffer(code, dtype="<u4").astype(np.uint32)
 
 

@@ -1,15 +1,22 @@
 """Look for a learning rate: `python -m imagegen.find_lr` with the options of `train.py`.
 
-Lightning's learning rate finder (Smith, 2017, section 3.3) trains for some steps while the rate
-grows exponentially, and suggests the one at which the loss falls fastest. Nothing is kept.
+The range test of Smith (2017, section 3.3) trains for some steps while the rate grows
+exponentially, and suggests the one at which the loss falls fastest. Nothing is kept. (Lightning's
+finder takes the slope over the rate itself, which an exponential growth makes steepest at the
+smallest rates, of losses smoothed over half of its steps, and gives all parameters one rate.)
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
@@ -20,7 +27,9 @@ if TYPE_CHECKING:
 
 STEPS = 100
 LEAST, MOST = 1e-5, 0.3
-# Lightning smooths the loss, and the first steps come out too low.
+# Steps, a fifth of a factor of ten: what differs between batches is much less beside it.
+SMOOTHED = 4
+# Too few losses lie before these to smooth them.
 SKIPPED = 10
 ROWS = 15
 
@@ -29,11 +38,53 @@ Look for a learning rate: train for 100 steps while it grows, and see where the 
 
   python -m imagegen.find_lr dataset=mnist model.d_model=256 batch_size=32
 
-takes the options of train.py (python train.py --help); logger, callbacks and limits do nothing."""
+takes the options of train.py (python train.py --help); logger, callbacks and limits do nothing.
+Where an optimizer has several rates, as muon, they grow together in the ratio that they have."""
 
 
-def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
-    """(learning rate, smoothed loss) of the later steps, and the rate suggested.
+@dataclass(frozen=True)
+class Growing:
+    """A schedule from `least` to `most` times the learning rate, exponentially."""
+
+    least: float
+    most: float
+
+    def factor(self, progress: float) -> float:
+        """The factor on the learning rate when `progress` of the steps, 0 to 1, is done."""
+        return self.least * (self.most / self.least) ** progress
+
+
+def steepest(
+    rates: Sequence[float], losses: Sequence[float]
+) -> tuple[list[tuple[float, float]], float | None]:
+    """The losses smoothed over neighbouring steps, and the rate where they fall fastest.
+
+    The slope is that over the logarithm of the rate. Smoothing looks both ways, so that nothing is
+    moved towards larger rates.
+
+    Args:
+        rates: growing.
+        losses: of the steps, before the weights moved at the rate.
+
+    Returns:
+        (rate, smoothed loss) but for the first and last steps, and the rate; None where the loss
+        does not fall.
+    """
+    steps = np.arange(len(losses))
+    weights = np.exp(-0.5 * ((steps[:, None] - steps) / SMOOTHED) ** 2)
+    smooth = weights @ np.asarray(losses) / weights.sum(axis=1)
+    # At both ends smoothing looks one way only.
+    kept = slice(SKIPPED, max(SKIPPED, len(losses) - SMOOTHED))
+    if len(steps[kept]) < 2:
+        return [], None
+    slopes = np.gradient(smooth[kept], np.log(rates)[kept])
+    found = list(zip(np.asarray(rates)[kept].tolist(), smooth[kept].tolist(), strict=True))
+    best = int(slopes.argmin())
+    return found, found[best][0] if slopes[best] < 0 else None
+
+
+def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
+    """(learning rate, smoothed loss) of the steps, and the rates suggested by their names.
 
     Args:
         cfg: a composed `conf/train.yaml`.
@@ -42,17 +93,42 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
         UserError: for what cannot be trained, or where no rate stands out.
     """
     from omegaconf import OmegaConf
-    from pytorch_lightning import Trainer, seed_everything
-    from pytorch_lightning.tuner import Tuner
+    from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
 
     from imagegen.build import build
     from imagegen.data.base import ImageDataset
     from imagegen.data.datamodule import ImageDataModule
     from imagegen.model import ImageTransformer
     from imagegen.model_options import model_options
-    from imagegen.optimizers import build_optimizer
     from imagegen.run import optimizer_factory, quiet_lightning
     from imagegen.training import ImageModule
+
+    class Record(Callback):
+        """Keeps the rate and the loss of each step, until one is no number."""
+
+        def __init__(self) -> None:
+            self.rates: dict[int, float] = {}
+            self.losses: dict[int, float] = defaultdict(float)
+
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        ) -> None:
+            self.step = trainer.global_step
+            self.rates[self.step] = trainer.optimizers[0].param_groups[0]["lr"]
+
+        def on_train_batch_end(
+            self,
+            trainer: Trainer,
+            pl_module: LightningModule,
+            outputs: Any,
+            batch: Any,
+            batch_idx: int,
+        ) -> None:
+            # Lightning divides it by the number of batches that a step takes.
+            self.losses[self.step] += float(outputs["loss"])
+            if not math.isfinite(self.losses[self.step]):
+                del self.losses[self.step]
+                trainer.should_stop = True
 
     quiet_lightning()
     sections = {key: cfg[key] for key in ("dataset", "model", "attention", "head", "trainer")}
@@ -61,18 +137,19 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
     dataset = build(config["dataset"], ImageDataset)
     model = ImageTransformer(dataset.spec, **model_options(config, dataset))
     factory = optimizer_factory(cfg, model)
-    rates = {group["lr"] for group in build_optimizer(factory, model).param_groups}
-    if len(rates) > 1:
+    own = {name: cfg.optimizer[name] for name in cfg.optimizer if name.split("_")[-1] == "lr"}
+    if not own.get("lr"):
         raise UserError(
-            "the finder looks for one learning rate, but this optimizer has several; take "
-            "optimizer=adamw, and what it finds there as optimizer.adam_lr of muon."
+            "optimizer.lr must be above 0: other rates of the optimizer grow in their ratio to it."
         )
-    module = ImageModule(model, factory)
+    module = ImageModule(model, factory, Growing(LEAST / own["lr"], MOST / own["lr"]))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed)
+    record = Record()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             **_relevant(config["trainer"]),
             logger=False,
+            callbacks=[record],
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=sys.stderr.isatty(),
@@ -82,20 +159,12 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], float]:
             max_steps=STEPS,
             default_root_dir=folder,
         )
-        finder = Tuner(trainer).lr_find(
-            module,
-            datamodule=data,
-            min_lr=LEAST,
-            max_lr=MOST,
-            num_training=STEPS,
-            early_stop_threshold=None,
-            update_attr=False,
-        )
-    suggested = None if finder is None else finder.suggestion()
-    if finder is None or suggested is None:
+        trainer.fit(module, datamodule=data)
+    rates = [record.rates[step] for step in record.losses]
+    found, best = steepest(rates, list(record.losses.values()))
+    if best is None:
         raise UserError("no learning rate stands out; try a larger batch_size.")
-    found = list(zip(finder.results["lr"], finder.results["loss"], strict=False))
-    return found[SKIPPED:], suggested
+    return found, {name: rate * best / own["lr"] for name, rate in own.items()}
 
 
 def _relevant(trainer: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +177,8 @@ def _run(cfg: DictConfig) -> None:
     print("learning rate   bits/dim, smoothed")
     for rate, loss in found[:: max(1, len(found) // ROWS)]:
         print(f"{rate:13.2e}   {loss:.4f}")
-    print(f"suggested: optimizer.lr={suggested:.2g} (where the loss falls fastest)")
+    options = " ".join(f"optimizer.{name}={rate:.2g}" for name, rate in suggested.items())
+    print(f"suggested: {options} (where the loss falls fastest)")
 
 
 _ENTRY = hydra_entry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import shutil
 import sys
 import warnings
@@ -256,6 +257,11 @@ def _resume_state(
 def _trainer(cfg: DictConfig, folder: Path, callbacks: list[Callback]) -> Trainer:
     options = trainer_options(OmegaConf.to_container(cfg.trainer, resolve=True))  # type: ignore[arg-type]
     check_section("trainer", options)
+    clip = options.get("gradient_clip_val")
+    if clip is not None and not 0 <= clip < math.inf:
+        raise UserError(
+            f"trainer.gradient_clip_val={clip} must be a number of at least 0; null does not clip."
+        )
     # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))
     callbacks.extend(

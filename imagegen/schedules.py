@@ -61,7 +61,8 @@ def training_progress(trainer: Trainer) -> Callable[[int], float]:
     total = trainer.estimated_stepping_batches
 
     def progress(step: int) -> float:
-        # The step that is about to be taken counts, so that the first one moves the weights.
+        # The step that is about to be taken counts, so that the first one moves the weights. (With
+        # a limit in time alone it does not: how long a step takes is not known yet.)
         spent = [(step + 1) / total if math.isfinite(total) and total > 0 else 0.0]
         for timer in limits:
             left = timer.time_remaining()

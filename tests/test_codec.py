@@ -82,6 +82,28 @@ def test_round_trip_of_photographs(tmp_path: Path) -> None:
         )
 
 
+def _changed(content: bytes, at: int) -> bytes:
+    """Four bytes set to 255."""
+    at %= len(content)
+    return content[:at] + b"\xff" * 4 + content[at + 4 :]
+
+
+def _as_format_1(content: bytes, n: int) -> bytes:
+    """The same code of `n` images in the format of before, which had no CRC."""
+    return b"IGC\x01" + n.to_bytes(4, "little") + content[12:]
+
+
+def test_files_of_format_1_are_read(ckpt: Path, tmp_path: Path) -> None:
+    out = compress(f"ckpt={ckpt}", "limit=3", f"out={tmp_path / 'digits.igc'}")
+    old = tmp_path / "old.igc"
+    old.write_bytes(_as_format_1(out.read_bytes(), 3))
+    now = decompress(f"ckpt={ckpt}", f"file={out}", f"out={tmp_path / 'now'}")
+    before = decompress(f"ckpt={ckpt}", f"file={old}", f"out={tmp_path / 'before'}")
+    assert [p.read_bytes() for p in sorted(now.iterdir())] == [
+        p.read_bytes() for p in sorted(before.iterdir())
+    ]
+
+
 def test_refusals(ckpt: Path, tmp_path: Path) -> None:
     out = compress(f"ckpt={ckpt}", "limit=3", f"out={tmp_path / 'digits.igc'}")
     other = save_tiny_checkpoint(tmp_path / "other.ckpt", seed=1)
@@ -95,7 +117,12 @@ def test_refusals(ckpt: Path, tmp_path: Path) -> None:
     for options, sentence in (
         ([f"ckpt={other}", f"file={out}", back], "compressed with another checkpoint"),
         ([f"ckpt={ckpt}", damaged("cut", content[:-3]), back], "is damaged: it was cut off"),
-        ([f"ckpt={ckpt}", damaged("short", content[:40]), back], "do not come back"),
+        ([f"ckpt={ckpt}", damaged("short", content[:40]), back], "was cut off or changed"),
+        # Four billion images were made room for before anything else was looked at.
+        ([f"ckpt={ckpt}", damaged("many", _changed(content, 8)), back], "was cut off or changed"),
+        ([f"ckpt={ckpt}", damaged("code", _changed(content, -4)), back], "was cut off or changed"),
+        ([f"ckpt={ckpt}", damaged("empty", _as_format_1(content, 0)), back], "holds no image"),
+        ([f"ckpt={ckpt}", damaged("four", _as_format_1(content, 4)), back], "do not come back"),
         ([f"ckpt={ckpt}", damaged("png", b"PNG" * 9), back], "is not a file that"),
         ([f"ckpt={ckpt}", damaged("new", b"IGC\x09" + content[4:]), back], "has format 9, newer"),
         ([f"ckpt={ckpt}", f"file={tmp_path / 'none'}", back], "cannot be read"),

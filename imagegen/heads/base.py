@@ -149,7 +149,7 @@ class OutputHead(nn.Module, ABC):
         Args:
             parameters, unconditional: with and without the condition.
             uniforms: as in `sample`.
-            controls: the temperatures of mixtures do not matter here.
+            controls: without temperatures of a mixture.
         """
 
         def draw(given: Tensor) -> Tensor:

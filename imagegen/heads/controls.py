@@ -30,7 +30,8 @@ class Controls:
             changes, 0 ignores it (classifier-free guidance, Ho and Salimans, 2022).
 
     Raises:
-        UserError: for numbers out of their range.
+        UserError: for numbers out of their range, and temperatures of a mixture with guidance,
+            which acts on the levels' probabilities.
     """
 
     temperature: float = 1.0
@@ -46,6 +47,12 @@ class Controls:
                 raise UserError(f"{name}={value} must be a finite number of at least 0.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie above 0 and at most at 1.")
+        for name in ("mixture_temperature", "scale_temperature"):
+            if self.guidance != 1 and getattr(self, name) is not None:
+                raise UserError(
+                    f"{name} has no meaning with guidance={self.guidance}, which draws levels and "
+                    "no components; take temperature."
+                )
 
     @property
     def greedy(self) -> bool:
