@@ -69,5 +69,6 @@ def write_curves(curves: Sequence[Curve], path: Path) -> None:
         side.grid(alpha=0.3)
         side.set_ylim(0.95 * lowest, 1.02 * highest)
     sides[0].set_ylabel("training bits/dim")
-    sides[0].legend()
+    lines = sides[0].get_legend_handles_labels()[0]
+    figure.legend(handles=lines, loc="outside lower center", ncols=2)
     figure.savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})

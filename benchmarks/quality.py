@@ -66,7 +66,6 @@ PARTS = {
     "mixture of logistics": [*MUON, "model.linear_prediction=false"],
     "AdamW at 2e-3": ["head=categorical", "batch_size=8", "optimizer.lr=2e-3"],
     "constant learning rate": [*OURS, "scheduler=constant"],
-    "batch 16": [*OURS, "batch_size=16"],
     "dropout 0.1": [*OURS, "model.dropout=0.1"],
 }
 
