@@ -57,7 +57,7 @@ def compress(config: Mapping[str, Any]) -> Path:
     config = opt.plain(config)
     if config["out"] is None:
         raise UserError("out is missing; name the file to write, such as out=images.code.")
-    out = opt.absolute(str(config["out"]))
+    out = opt.one_path(config["out"], "out")
     ensure_writable(out)
     limit = opt.optional_whole_number(config["limit"], "limit", 1)
     resize = opt.flag(config["resize"], "resize")
@@ -102,18 +102,17 @@ def decompress(config: Mapping[str, Any]) -> Path:
     for name in ("file", "out"):
         if config[name] is None:
             raise UserError(f"{name} is missing; add {name}=… (--help lists the options).")
-    path, out = opt.absolute(str(config["file"])), opt.absolute(str(config["out"]))
+    path, out = opt.one_path(config["file"], "file"), opt.one_path(config["out"], "out")
     n, checkpoint, images_checksum, words = read_code(path)
-    with staged_folder(out, owned=[f"{index:05d}.png" for index in range(n)]) as folder:
-        source = load_source(
-            opt.checkpoint_path(config["ckpt"]), opt.resolve_device(config["device"])
+    source = load_source(opt.checkpoint_path(config["ckpt"]), opt.resolve_device(config["device"]))
+    # Before the number of images is believed, which no CRC vouches for in format 1.
+    if bytes.fromhex(source.sha256)[:8] != checkpoint:
+        raise UserError(
+            f"{path} was compressed with another checkpoint, whose SHA-256 begins with "
+            f"{checkpoint.hex()}; name that one in ckpt=."
         )
-        if bytes.fromhex(source.sha256)[:8] != checkpoint:
-            raise UserError(
-                f"{path} was compressed with another checkpoint, whose SHA-256 begins with "
-                f"{checkpoint.hex()}; name that one in ckpt=."
-            )
-        model = source.loaded.model
+    model = source.loaded.model
+    with staged_folder(out, owned=[f"{index:05d}.png" for index in range(n)]) as folder:
         with image_progress("decompressing", n) as advance:
             images = decode(model, words, n, advance)
         if _checksum(images) != images_checksum:
@@ -140,6 +139,8 @@ def read_code(path: Path) -> tuple[int, bytes, bytes, UInt32[np.ndarray, " words
     if len(content) < PREFIX.size + REST.size or not content.startswith(MAGIC):
         raise UserError(f"{path} is not a file that imagegen.codec compress wrote.")
     _, version = PREFIX.unpack_from(content)
+    if not version:
+        raise UserError(f"{path} is damaged: it has no format 0.")
     if version > FORMAT_VERSION:
         raise UserError(
             f"{path} has format {version}, newer than the {FORMAT_VERSION} that this version "

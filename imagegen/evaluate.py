@@ -160,7 +160,9 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
         precision = opt.choice(str(precision), "precision", opt.PRECISIONS)
     if classify and precision is not None:
         raise UserError("precision and classify=true do not go together; leave one out.")
-    out = None if config["out"] is None else opt.absolute(str(config["out"]))
+    if classify and not with_labels:
+        raise UserError("labels=false and classify=true do not go together; leave one out.")
+    out = None if config["out"] is None else opt.one_path(config["out"], "out")
     if out is not None:
         ensure_writable(out)
     source = load_source(ckpt, opt.resolve_device(config["device"]))

@@ -38,7 +38,8 @@ Look for a learning rate: train for 100 steps while it grows, and see where the 
 
   python -m imagegen.find_lr dataset=mnist model.d_model=256 batch_size=32
 
-takes the options of train.py (python train.py --help); logger, callbacks and limits do nothing.
+takes the options of train.py (python train.py --help); logger, callbacks, limits, resume, on_nan
+and the run folder do nothing.
 Where an optimizer has several rates, as muon, they grow together in the ratio that they have."""
 
 
@@ -138,9 +139,10 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
     model = ImageTransformer(dataset.spec, **model_options(config, dataset))
     factory = optimizer_factory(cfg, model)
     own = {name: cfg.optimizer[name] for name in cfg.optimizer if name.split("_")[-1] == "lr"}
-    if not own.get("lr"):
+    if not 1e-12 < own.get("lr", 0) < 1e12:
         raise UserError(
-            "optimizer.lr must be above 0: other rates of the optimizer grow in their ratio to it."
+            f"optimizer.lr={own.get('lr')} must be a number above 0: the rates of an optimizer "
+            "grow in their ratio to it."
         )
     module = ImageModule(model, factory, Growing(LEAST / own["lr"], MOST / own["lr"]))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed)

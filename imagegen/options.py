@@ -242,6 +242,13 @@ def out_folder(value: object, parent: str) -> Path:
     return absolute(str(value))
 
 
+def one_path(value: object, name: str) -> Path:
+    """One path, absolute."""
+    if as_list(value) is not None or not str(value).strip():
+        raise UserError(f"{name}={_typed(value)}, but it must be one path.")
+    return absolute(str(value))
+
+
 def absolute(path: str | Path) -> Path:
     """`path` from the current folder, `~` expanded, links kept."""
     return Path.cwd() / Path(path).expanduser()

@@ -42,7 +42,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     ckpt = opt.checkpoint_path(config["ckpt"])
     count = opt.whole_number(config["images"], "images", 1)
     seed = opt.whole_number(config["seed"], "seed", 0, opt.MAX_SEED)
-    out = None if config["out"] is None else opt.absolute(str(config["out"]))
+    out = None if config["out"] is None else opt.one_path(config["out"], "out")
     if out is not None:
         ensure_writable(out)
     source = load_source(ckpt, opt.resolve_device(config["device"]))

@@ -125,6 +125,12 @@ def test_refusals(ckpt: Path, tmp_path: Path) -> None:
         ([f"ckpt={ckpt}", damaged("four", _as_format_1(content, 4)), back], "do not come back"),
         ([f"ckpt={ckpt}", damaged("png", b"PNG" * 9), back], "is not a file that"),
         ([f"ckpt={ckpt}", damaged("new", b"IGC\x09" + content[4:]), back], "has format 9, newer"),
+        # Its CRC is then taken for the number of images.
+        ([f"ckpt={ckpt}", damaged("one", b"IGC\x01" + content[4:]), back], "another checkpoint"),
+        ([f"ckpt={ckpt}", damaged("zero", b"IGC\x00" + content[4:]), back], "no format 0"),
+        ([f"ckpt={ckpt}", "file=", back], "file=, but it must be one path"),
+        ([f"ckpt={ckpt}", f"file=[{out}]", back], "must be one path"),
+        ([f"ckpt={ckpt}", f"file={out}", "out="], "out=, but it must be one path"),
         ([f"ckpt={ckpt}", f"file={tmp_path / 'none'}", back], "cannot be read"),
         ([f"ckpt={ckpt}", back], "file is missing"),
         ([f"ckpt={ckpt}", f"file={out}"], "out is missing"),

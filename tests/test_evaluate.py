@@ -143,6 +143,8 @@ def test_whole_splits(ckpt: Path, split: str, images: int) -> None:
         (["split=all"], "split=all is unknown; it can be train, val, test"),
         (["precision=16"], "precision=16 is unknown; it can be auto, 32, int16, int8"),
         (["precision=auto", "classify=true"], "do not go together"),
+        (["labels=false", "classify=true"], "do not go together"),
+        (["out="], "out=, but it must be one path"),
         (["limit=0"], "limit=0, but it must be a whole number of at least 1"),
         (["batch_size=-1"], "batch_size=-1, but"),
         (["ckpt=null"], "ckpt is missing; add ckpt="),

@@ -67,7 +67,8 @@ def test_mistakes_are_told(
 ) -> None:
     assert _run(monkeypatch, "atention=linear") == 1
     assert "attention" in capsys.readouterr().err
-    assert _run(monkeypatch, "optimizer.lr=0") == 1
-    assert "optimizer.lr must be above 0" in capsys.readouterr().err
+    for rate in ("0", "inf", "1e-320"):
+        assert _run(monkeypatch, f"optimizer.lr={rate}") == 1
+        assert f"optimizer.lr={rate} must be a number above 0" in capsys.readouterr().err
     assert _run(monkeypatch, "--help") == 0
     assert "python -m imagegen.find_lr dataset=mnist" in capsys.readouterr().out
