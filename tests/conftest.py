@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -48,6 +49,15 @@ def _private_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("NETRC", str(home / "netrc"))
         patch.setenv("HOME", str(home))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_closed_logs() -> None:
+    """Hydra's log of an earlier run may write to what pytest has closed since."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "closed", False):
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
