@@ -115,7 +115,7 @@ class Neighbourhood(InputEmbedding):
         n_numbers: how many numbers `numbers` gives for a step.
 
     Raises:
-        UserError: for a neighbour that does not come before the predicted pixel, or comes twice.
+        UserError: for a neighbour that does not come before the predicted pixel.
     """
 
     def __init__(
@@ -131,10 +131,6 @@ class Neighbourhood(InputEmbedding):
                 raise UserError(
                     f"model.embedding.neighbours has {list(offset)}, but each must be [row, column]"
                     " of a pixel before the predicted one: row < 0, or row 0 and column < 0."
-                )
-            if [list(other) for other in neighbours].count(list(offset)) > 1:
-                raise UserError(
-                    f"model.embedding.neighbours names {list(offset)} twice; once is enough."
                 )
         # The steps just before are seen across the end of a row too, so that no value waits to be
         # seen. A neighbour outside of every image would only ever be missing.

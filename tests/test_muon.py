@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from imagegen.errors import UserError
 from imagegen.muon import COEFFICIENTS, Muon, orthogonalized
 from imagegen.optimizers import build_optimizer
 
@@ -132,11 +131,3 @@ def test_closures_are_called() -> None:
 
     assert Muon(model.named_parameters()).step(closure) > 0
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_finder_of_one_rate_refuses_an_optimizer_with_two() -> None:
-    from imagegen.cli import compose
-    from imagegen.find_lr import find
-
-    with pytest.raises(UserError, match=r"has several; take optimizer=adamw"):
-        find(compose("train", ["optimizer=muon"]))

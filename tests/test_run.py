@@ -285,7 +285,6 @@ def test_a_run_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 must be a number of at"),
         ("trainer.gradient_clip_val=nan", "trainer.gradient_clip_val=nan must be a number of"),
         ("model.residual_scale=nan", "model.residual_scale=nan must be a finite number"),
-        ("model.embedding.neighbours=[[0,-1],[0,-1]]", "names [0, -1] twice; once is enough"),
         ("callbacks.best.filename=0.5", "callbacks.best takes filename as a word or null, not 0.5"),
         ("model.d_model=40000000", "memory does not suffice"),
         ("dataset={_target_: imagegen.data.image_folder.ImageFolder, root: nowhere}", "nowhere"),
