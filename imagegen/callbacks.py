@@ -202,8 +202,12 @@ class ExactSteps(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the data order go on where the checkpoint left it."""
         # Lightning 2.6 restores its loaders when it makes them, which is before it reads the
-        # checkpoint if the schedule has asked for the number of steps.
-        trainer.fit_loop._load_combined_loader_states()
+        # checkpoint if the schedule has asked for the number of steps; and in the middle of an
+        # epoch only, though after its end the pass through the data may have another number.
+        loop = trainer.fit_loop
+        if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+            loop._combined_loader_states_to_load = []
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

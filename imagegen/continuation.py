@@ -165,12 +165,17 @@ class Beginning(Callback):
                 f"{trainer.ckpt_path} holds weights only, so no training goes on from it; give a "
                 ".ckpt file that train.py wrote."
             )
-        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
+        loop = checkpoint["loops"]["fit_loop"]
+        epochs = loop["epoch_progress"]["current"]["processed"]
         if trainer.max_epochs not in (None, -1) and epochs > trainer.max_epochs:
             raise UserError(
                 f"{trainer.ckpt_path} has done {epochs} epochs already, more than "
                 f"trainer.max_epochs={trainer.max_epochs}; raise that to train it further."
             )
+        started = loop["epoch_progress"]["current"]["started"]
+        if epochs == started and loop["epoch_loop.batch_progress"]["is_last_batch"]:
+            # Lightning 2.6 ends that epoch again, without its metrics, where steps are limited.
+            trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         if any(key.startswith("optimizer.") for key in self.changes):
             _try_optimizer(pl_module, checkpoint["optimizer_states"][0])
         fit_states(trainer, checkpoint["callbacks"])

@@ -196,6 +196,14 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     except (KeyboardInterrupt, SystemExit):
         state = "interrupted"
         raise
+    except ValueError as error:
+        if beginning.begun or "val_check_interval" not in str(error):
+            raise
+        raise UserError(
+            f"trainer.val_check_interval={cfg.trainer.val_check_interval} batches are more than "
+            f"the {trainer.num_training_batches} of an epoch; give fewer, or add "
+            "trainer.check_val_every_n_epoch=null to count through all epochs."
+        ) from error
     except Diverged:
         if cfg.optimizer.get("lr"):
             lower = f" optimizer.lr={cfg.optimizer.lr / 10:g}"

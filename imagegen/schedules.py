@@ -70,9 +70,10 @@ class TrainingProgress:
         self._steps, self._epochs = max(0, trainer.max_steps), max(0, trainer.max_epochs or 0)
         self._epoch_steps = 0
         if self._epochs:
-            assert math.isfinite(trainer.estimated_stepping_batches)  # which loads the data
-            batches = int(trainer.num_training_batches)
-            self._epoch_steps = math.ceil(batches / trainer.accumulate_grad_batches)
+            trainer.estimated_stepping_batches  # noqa: B018  # asked for, it loads the data
+            batches = trainer.num_training_batches
+            if math.isfinite(batches):
+                self._epoch_steps = math.ceil(batches / trainer.accumulate_grad_batches)
         # Steps of the present kind that the epochs done amount to, minus the steps done: another
         # batch size, or other data, make epochs of another number of steps.
         self._ahead = 0.0

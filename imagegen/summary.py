@@ -124,7 +124,7 @@ def why_stopped(trainer: Trainer) -> str | None:
     """Why early stopping has ended the run; None if it has not."""
     messages = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
     said = next((message for message in messages if message), None)
-    return said and said.removesuffix(" Signaling Trainer to stop.")
+    return said and said.removesuffix(". Signaling Trainer to stop.")
 
 
 def limits(cfg: DictConfig) -> str:

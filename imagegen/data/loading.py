@@ -158,8 +158,9 @@ class TrainOrder(DistributedSampler[int]):
         Raises:
             UserError: if images, batch size, processes or seed are others than in the checkpoint.
         """
-        if self._restored is not None:
-            self._check_identity(self._restored)
+        restored = self._restored
+        if restored is not None and 0 < self.batches_done() < restored["batches"]:
+            self._check_identity(restored)
 
     def _check_identity(self, restored: dict[str, int]) -> None:
         for name, value in self._identity.items():
