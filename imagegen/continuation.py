@@ -159,8 +159,7 @@ class Beginning(Callback):
     ) -> None:
         """Refuse a checkpoint from which training cannot go on; fit the callbacks' states."""
         assert isinstance(pl_module, ImageModule)
-        parts = ("loops", "callbacks", "optimizer_states", "lr_schedulers")
-        if any(part not in checkpoint for part in parts):
+        if any(part not in checkpoint for part in ("loops", "callbacks", "lr_schedulers")):
             raise UserError(
                 f"{trainer.ckpt_path} holds weights only, so no training goes on from it; give a "
                 ".ckpt file that train.py wrote."
@@ -177,7 +176,8 @@ class Beginning(Callback):
             # Lightning 2.6 ends that epoch again, without its metrics, where steps are limited.
             trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         if any(key.startswith("optimizer.") for key in self.changes):
-            _try_optimizer(pl_module, checkpoint["optimizer_states"][0])
+            for saved in checkpoint.get("optimizer_states", []):
+                _try_optimizer(pl_module, saved)
         fit_states(trainer, checkpoint["callbacks"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -232,13 +232,15 @@ def _in_the_middle_of_an_epoch(trainer: Trainer) -> bool:
 def _try_optimizer(module: ImageModule, saved: Mapping[str, Any]) -> None:
     """Take a step of one parameter of each group, whose gradient is zero, with the state kept.
 
-    Some options need a state that an optimizer without them does not keep.
+    Some options need a state that an optimizer without them does not keep. Where processes share
+    the state (FSDP), nothing is tried.
     """
     optimizer = build_optimizer(module.optimizer_factory, module.model)
     tried = []
     for group, before in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        parameter, state = group["params"][0], saved["state"].get(before["params"][0])
-        if state is not None:
+        parameter, index = group["params"][0], before["params"][0]
+        state = saved["state"].get(index)
+        if state is not None and isinstance(index, int):
             tried.append((parameter, parameter.detach().clone()))
             # Copied, since an optimizer writes into it.
             optimizer.state[parameter] = copy.deepcopy(state)

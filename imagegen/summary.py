@@ -95,7 +95,7 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
         "parameters": f"{summary['parameters']:,}",
         "run folder": shown(folder),
     }
-    if summary["stopped_early"]:
+    if summary.get("stopped_early"):
         rows["ended early"] = summary["stopped_early"]
     for name, value in rows.items():
         table.add_row(name, Text(value))  # not a string, in which rich reads [brackets] as markup
