@@ -181,11 +181,12 @@ def machine_choice(device: torch.device) -> Choice:
         _fused()
     except Exception as error:  # as in `_decoder`
         return Choice("PyTorch's operations", str(error))
+    from imagegen.decode.compile import target
     from imagegen.decode.integer import is_supported
 
-    if is_supported():
-        return Choice("compiled loop, int16", "this CPU has AVX2")
-    return Choice("compiled loop, float32", "this CPU does not have AVX2")
+    sets = ", ".join(target().instruction_sets) or "neither FMA nor AVX2"
+    precision = "int16" if is_supported() else "float32"
+    return Choice(f"compiled loop, {precision}", f"compiled for {sets}")
 
 
 def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:
