@@ -117,7 +117,6 @@ def test_the_same_images(
 def test_an_image_does_not_depend_on_its_company(
     model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from imagegen.decode import fused
 
     monkeypatch.setattr(fused, "MICRO_BATCH", 12)
     monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
@@ -272,7 +271,6 @@ def test_what_the_loop_cannot_draw_is_left_to_pytorch(monkeypatch: pytest.Monkey
 def test_where_compiling_fails_pytorch_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from imagegen.decode import fused
 
     def fails(*_: object) -> None:
         raise TypeError("no such type\nand much more")
