@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -177,3 +178,20 @@ def shortened(events: Sequence[str]) -> list[str]:
         else:
             result.append((event, 1))
     return [event if count == 1 else f"{event} x {count}" for event, count in result]
+
+
+def sync_debug_modes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The modes that CUDA's own check of waiting has been set to; the last is the current one."""
+    modes: list[object] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
+def to_fake_cuda(model: nn.Module) -> None:
+    """Put a model on a CUDA device that is not there; under a `FakeTensorMode`."""
+    for module in model.modules():
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None:
+                moved = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+                setattr(module, name, nn.Parameter(moved) if name in module._parameters else moved)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from imagegen import decode
@@ -23,7 +23,7 @@ from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
-from tests.decode.cuda_recorder import FakeCuda, shortened
+from tests.decode.cuda_recorder import FakeCuda, shortened, sync_debug_modes, to_fake_cuda
 from tests.helpers import tiny_model
 
 NEIGHBOURHOOD = {"_target_": "imagegen.embedding.Neighbourhood"}
@@ -217,22 +217,7 @@ def test_graphs_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sync_debug_mode(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The modes that CUDA's own check of waiting has been set to; the last is the current one."""
-    modes: list[object] = [0]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    return modes
-
-
-def _to_fake_cuda(model: nn.Module) -> None:
-    """Put a model on a CUDA device that is not there; under a `FakeTensorMode`."""
-    for module in model.modules():
-        for name, tensor in {**module._parameters, **module._buffers}.items():
-            if tensor is not None:
-                moved = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-                if name in module._parameters:
-                    moved = nn.Parameter(moved, requires_grad=False)
-                setattr(module, name, moved)
+    return sync_debug_modes(monkeypatch)
 
 
 @pytest.mark.parametrize("name", [*sorted(GROWING), *MODELS])
@@ -241,7 +226,7 @@ def test_no_step_waits_for_a_cuda_device(name: str, sync_debug_mode: list[object
     spec, options = MODELS.get(name) or (GREY, {"attention": CONFIGS[name], "n_layers": 3})
     model = tiny_model(spec, **options)
     with FakeTensorMode():
-        _to_fake_cuda(model)
+        to_fake_cuda(model)
         assert model.device.type == "cuda"
         reason = why_not(model)
     if name in GROWING:
