@@ -28,6 +28,8 @@ _GRACE_SECONDS = 10.0
 """How long it has, once another has failed, to notice that by itself."""
 _EXIT_SECONDS = 30.0
 """How long the others have to end once the run has ended."""
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Ends a process at once; Windows has only SIGTERM, which does so there."""
 _FIRST = "IMAGEGEN_FIRST_PROCESS"
 """Environment variable that tells the others the number of the process that started them."""
 
@@ -107,7 +109,7 @@ class Launcher(_SubprocessScriptLauncher):
             lost = self.failure()
             # Some backends wait for a lost process for half an hour.
             if lost and not self._over.wait(_GRACE_SECONDS):
-                super().kill(signal.SIGKILL)
+                super().kill(_KILL)
                 print(f"error: {lost}", file=sys.stderr, flush=True)
                 os._exit(1)
 
@@ -145,7 +147,7 @@ def further_processes(
             raise SystemExit(0) from error
         lost = None if together else launcher.failure(within=_LOOK_SECONDS)
         if not together:
-            launcher.kill(signal.SIGKILL)
+            launcher.kill(_KILL)
         if lost and isinstance(error, RuntimeError):
             raise UserError(lost) from error
         raise
