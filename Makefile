@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/installed
 INSTALLED_TEST := $(VENV)/installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format lock clean
+.PHONY: help install demo test test-slow gpu lint format lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ test: lint ## check everything: linter, formatter, types, tests
 
 test-slow: $(INSTALLED_TEST) ## the tests that take more than a few seconds
 	$(with_data) $(PY) -m pytest -m slow
+
+gpu: $(INSTALLED_TEST) ## all that needs a CUDA GPU: checks and measurements in 12 minutes (OUT=folder)
+	$(with_data) $(PY) benchmarks/gpu.py $(if $(OUT),--out "$(OUT)") $(if $(DEVICE),--device $(DEVICE))
 
 # Real data, where a checkout of it lies beside this one; tests that need it are skipped otherwise.
 with_data = if [ -z "$$IMAGEGEN_SHARED_DATA" ] && [ -d ../shared/data ]; then \

@@ -77,6 +77,20 @@ def test_stop_names_step_images_and_checkpoint(
     assert torch.equal(kept, poison.weights[-1])
 
 
+def test_all_batches_of_a_step_are_named(
+    poison: Poison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Poison, "steps", (1,))
+    assert _train(monkeypatch, tmp_path / "run", "trainer.accumulate_grad_batches=2") == 1
+    error = capsys.readouterr().err
+    assert "not a number at step 2" in error
+    named = error.partition("training images [")[2].partition("]")[0].split(", ")
+    assert len(set(named)) == 64
+
+
 def test_skip_leaves_the_step_out(
     poison: Poison,
     tmp_path: Path,
