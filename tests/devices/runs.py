@@ -52,13 +52,15 @@ def everything_on(simulation: Simulation) -> Iterator[None]:
         yield
 
 
-def trains_and_resumes(simulation: Simulation, folder: Path, *more: str) -> None:
+def trains_and_resumes(simulation: Simulation, folder: Path) -> None:
     """`train.py`, pictures of validations included, and on from its checkpoint."""
-    options_ = (*SMALL, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9", *more)
+    options_ = (*SMALL, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9")
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
         assert run_train(patch, *options_, "trainer.max_epochs=1") == 0
+        assert len(list((folder / "samples").iterdir())) == 2
         # Adam's state goes back to the device.
-        assert run_train(patch, f"resume={folder}", "trainer.max_epochs=2") == 0
+        more_ = ("callbacks.grids.n_samples=0", "callbacks.grids.n_completed=0")
+        assert run_train(patch, f"resume={folder}", "trainer.max_epochs=2", *more_) == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["state"] == "finished"
     assert summary["epochs"] == 2
@@ -68,10 +70,11 @@ def trains_and_resumes(simulation: Simulation, folder: Path, *more: str) -> None
 
 
 def finds_a_rate(simulation: Simulation) -> None:
-    """`python -m imagegen.find_lr`."""
+    """`python -m imagegen.find_lr`, in bfloat16."""
+    options_ = ("batch_size=8", "trainer.precision=bf16-mixed", "trainer.gradient_clip_val=null")
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_lr, "STEPS", 30)
-        assert run_main(patch, find_lr.main, "find_lr", *SMALL[:6], "batch_size=8") == 0
+        assert run_main(patch, find_lr.main, "find_lr", *SMALL[:6], *options_) == 0
 
 
 def commands(simulation: Simulation, folder: Path) -> None:

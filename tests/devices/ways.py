@@ -180,29 +180,19 @@ def prefill_and_steps(model: ImageTransformer) -> Any:
 
 @way(OF_MECHANISMS)
 def samples(model: ImageTransformer) -> Any:
-    return list(generate(model, 2, seed=3, labels=[0, -1]))
-
-
-@way(OF_MECHANISMS)
-def samples_by_recorded_steps(model: ImageTransformer) -> Any:
-    with _compiled(model):
+    with _as_long_ones(model):
         return list(generate(model, 2, seed=3, labels=[0, -1]))
 
 
 @way(OF_HEADS)
 def completions(model: ImageTransformer) -> Any:
-    return complete(model, images_of(model, 3), [0, 2, 3], 2, seed=3, labels=[1, -1])
-
-
-@way(OF_HEADS)
-def completions_by_recorded_steps(model: ImageTransformer) -> Any:
-    with _compiled(model):
+    with _as_long_ones(model):
         return complete(model, images_of(model, 3), [0, 2, 3], 2, seed=3, labels=[1, -1])
 
 
 @contextlib.contextmanager
-def _compiled(model: ImageTransformer) -> Iterator[None]:
-    """On a GPU, short sequences too are drawn by its recorded steps, which are done unrecorded."""
+def _as_long_ones(model: ImageTransformer) -> Iterator[None]:
+    """Short sequences are drawn as long ones are: on a GPU by its recorded steps, unrecorded."""
     with pytest.MonkeyPatch.context() as patch:
         if model.device.type != "cpu":
             patch.setattr(decode, "SHORTEST", 1)
@@ -214,6 +204,11 @@ def _compiled(model: ImageTransformer) -> Iterator[None]:
 @way(OF_HEADS)
 def batches(model: ImageTransformer) -> Any:
     return list(generate(model, 5, seed=3, labels=[0, 2, -1], batch_size=3))
+
+
+@way(OF_HEADS)
+def completions_by_plain_steps(model: ImageTransformer) -> Any:
+    return complete(model, images_of(model, 2), [0, 2], 2, seed=3)
 
 
 @way(OF_HEADS)
@@ -317,6 +312,4 @@ def build_on(simulation: Simulation, case: Any) -> None:
     with simulation:
         with torch.device(simulation.kind):
             model = make(case)
-            for tensor in model.state_dict().values():
-                assert tensor.device == simulation.device
-            model.bits_per_dim(*batch_of(model))
+        assert {t.device for t in model.state_dict().values()} == {simulation.device}
