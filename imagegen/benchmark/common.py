@@ -49,6 +49,8 @@ class Common:
         Raises:
             UserError: naming the first option that cannot be.
         """
+        if str(config["device"]).startswith("mps"):
+            raise UserError("device=mps cannot be measured; use device=cpu or a CUDA device.")
         return cls(
             repeats=opt.whole_number(config["repeats"], "repeats", 1),
             budget=opt.positive_number(config["budget"], "budget"),
