@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Integer, UInt8, UInt32
 
 from imagegen.errors import UserError
-from imagegen.generate import ROW_GROUP
+from imagegen.generation import ROW_GROUP
 from imagegen.model import ImageTransformer
 
 BATCH = 64

@@ -22,7 +22,7 @@ from imagegen.attention.softmax import SoftmaxAttention
 from imagegen.attention.strided import StridedAttention
 from imagegen.drawing import uniforms
 from imagegen.errors import UserError
-from imagegen.generate import ROW_GROUP, generate
+from imagegen.generation import ROW_GROUP, generate
 from imagegen.model import ImageTransformer, ModelState
 
 WEIGHTS = "weights are finite"
