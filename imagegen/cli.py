@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from imagegen.errors import UserError
 from imagegen.installation import IN_CLONE, PACKAGE, PROJECT_ROOT, typed
+from imagegen.machine import prepare, spin_briefly
 from imagegen.report import report
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _run(
     if threading.current_thread() is threading.main_thread():
         # A polite kill ends like Ctrl-C: what is half done is cleaned up.
         signal.signal(signal.SIGTERM, _interrupt)
+    spin_briefly()
     try:
         register_resolvers()
         if rewrite is not None:
@@ -153,6 +155,7 @@ def _run_hydra(
         # The environment is as the user set it while `main` and the processes it starts run.
         with _environment("HYDRA_FULL_ERROR", before):
             try:
+                prepare()
                 return main(cfg)
             except Exception as error:
                 if debug or isinstance(error, BrokenPipeError):

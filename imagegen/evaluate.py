@@ -18,6 +18,7 @@ from jaxtyping import Float64, Int64, UInt8
 from imagegen import options as opt
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
+from imagegen.machine import describe
 from imagegen.output import ensure_writable, write_atomic
 from imagegen.progress import image_progress
 
@@ -165,7 +166,8 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     out = None if config["out"] is None else opt.one_path(config["out"], "out")
     if out is not None:
         ensure_writable(out)
-    source = load_source(ckpt, opt.resolve_device(config["device"]))
+    device = opt.resolve_device(config["device"])
+    source = load_source(ckpt, device)
     model = source.loaded.model
     dataset = opt.dataset_of(source.loaded.metadata, config["dataset"], model.spec)
     data = dataset.split(split)
@@ -200,6 +202,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
         "split": split,
         **source.to_dict(),
         "seconds": perf_counter() - started,
+        "machine": describe(device),
         **versions(),
     }
     # Printed first, so that a disk that fills up meanwhile does not cost the result.

@@ -21,7 +21,7 @@ import numpy as np
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
 from imagegen.installation import typed
-from imagegen.precision import trainer_options
+from imagegen.machine import training_precision
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -172,7 +172,7 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
 
 def _relevant(trainer: Mapping[str, Any]) -> dict[str, Any]:
     names = ("accelerator", "devices", "precision", "gradient_clip_val", "accumulate_grad_batches")
-    return trainer_options({name: trainer[name] for name in names if name in trainer})
+    return training_precision({name: trainer[name] for name in names if name in trainer})[0]
 
 
 def _run(cfg: DictConfig) -> None:

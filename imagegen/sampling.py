@@ -21,6 +21,7 @@ from imagegen import options as opt
 from imagegen.completion import Completions, read_partial
 from imagegen.data.convert import read_image
 from imagegen.images import grid_limit, make_grid, to_display, with_captions
+from imagegen.machine import describe
 from imagegen.progress import image_progress
 from imagegen.provenance import load_source, versions
 from imagegen.sample_folder import FINISHED, JobFolder, check_out, job_folder
@@ -108,6 +109,7 @@ def run(config: Mapping[str, Any]) -> Path:
         "levels": model.spec.levels,
         "device": device.type,
         "loop": drawing.loop,
+        "machine": describe(device),
         **versions(),
     }
     shared = options.part is not None

@@ -6,6 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pytorch_lightning import LightningModule
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -67,6 +70,27 @@ class ImageModule(LightningModule):
         images = batch["images"]
         self.val_bits_per_dim.update(self.model.bits_per_dim(images, batch.get("labels")))
         self.log("val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images))
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Any = None,
+    ) -> None:
+        """Clip in mixed precision too where the optimizer unscales gradients, as fused ones do.
+
+        Lightning refuses that (its issue 21435). Without a gradient scaler nothing is scaled; with
+        one, the gradients are unscaled here, which the scaler then tells the optimizer.
+        """
+        plugin = self.trainer.precision_plugin
+        unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not gradient_clip_val or not unscales or not isinstance(plugin, MixedPrecision):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        if plugin.scaler is not None:
+            plugin.scaler.unscale_(optimizer)
+        algorithm = gradient_clip_algorithm or GradClipAlgorithmType.NORM
+        Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped with it."""

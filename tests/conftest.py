@@ -61,16 +61,6 @@ def _no_closed_logs() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _float32() -> Iterator[None]:
-    """Trainings are compared to many digits, so they do not depend on the processor's kind."""
-    from imagegen import precision
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision, "has_bf16", lambda _: False)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _no_network() -> Iterator[None]:
     """Connections to other machines fail; those within this one (wandb's own process) do not."""
     connect, connect_ex = socket.socket.connect, socket.socket.connect_ex

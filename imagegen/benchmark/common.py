@@ -119,7 +119,7 @@ def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | 
     """Bytes; of a GPU's memory where one is measured, None where it is unknown.
 
     Args:
-        described: what `machine` returns.
+        described: what `imagegen.machine.describe` returns.
     """
     import torch
 
@@ -131,15 +131,15 @@ def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | 
 
 def heading(name: str, device: torch.device, threads: int) -> dict[str, Any]:
     """The entries that every result starts with."""
-    from imagegen.benchmark.machine import machine
     from imagegen.benchmark.memory import meter_for
+    from imagegen.machine import describe
     from imagegen.provenance import commit, versions
 
     meter = meter_for(device)
     return {
         "benchmark": name,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(device),
+        "machine": describe(device),
         "device": str(device),
         "threads": threads,
         "memory_meter": meter.name if meter else None,

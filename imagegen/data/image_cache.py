@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from imagegen.errors import UserError
+from imagegen.machine import usable_cpus
 from imagegen.progress import image_progress
 
 BLOCK = 512  # images converted between two writes
@@ -95,7 +96,7 @@ def _converted(
     files: Sequence[Path], convert: Callable[[Path], UInt8[np.ndarray, "h w c"]]
 ) -> Iterator[list[UInt8[np.ndarray, "h w c"]]]:
     # Pillow decodes and resizes outside the interpreter's lock, so threads are enough.
-    workers = min(16, len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1)
+    workers = min(16, usable_cpus())
     with (
         image_progress("converting images", len(files)) as advance,
         ThreadPoolExecutor(workers) as pool,
@@ -110,6 +111,3 @@ def _converted(
                 block.extend(images)
                 advance(len(images))
             yield block
-
-
-_HAS_AFFINITY = hasattr(os, "sched_getaffinity")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
+from imagegen.machine import Choice
 from imagegen.options import PRECISIONS, choice
 
 if TYPE_CHECKING:
@@ -165,6 +166,23 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     if first_use(_folder(), decoder.variant):
         say("for the first time: compiling the loop for this machine takes seconds, once")
     return decoder
+
+
+def machine_choice(device: torch.device) -> Choice:
+    """What draws from most models on this device, and why; for `imagegen.machine`."""
+    if device.type == "cuda":
+        return Choice("one CUDA graph per step", "float32 on a GPU")
+    if device.type != "cpu":
+        return Choice("PyTorch's operations", f"there is no compiled loop for {device.type}")
+    try:
+        _fused()
+    except Exception as error:  # as in `_decoder`
+        return Choice("PyTorch's operations", str(error))
+    from imagegen.decode.integer import is_supported
+
+    if is_supported():
+        return Choice("compiled loop, int16", "this CPU has AVX2")
+    return Choice("compiled loop, float32", "this CPU does not have AVX2")
 
 
 def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:
