@@ -59,7 +59,14 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
             raise _sweep_without_multirun(override)
         options = loader.get_group_options(override.key_or_group, overrides=paths)
         if options and not isinstance(_value(override), dict):
-            choices.append(_group_choices(override, options))
+            try:
+                choices.append(_group_choices(override, options))
+            except UserError as error:
+                if not any(each.key_or_group == "resume" for each in parsed):
+                    raise
+                # A checkpoint may come from anywhere, so it cannot say where configuration is.
+                again = "Presets of your own are found with the --config-dir of the first start."
+                raise UserError(f"{error} {again}") from error
             if override.is_delete():
                 _refuse_without(override.key_or_group, config_name, options)
         else:

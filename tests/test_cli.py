@@ -392,6 +392,13 @@ def test_mistakes_beside_own_presets(
         assert not (project / "outputs").exists()
 
 
+def test_a_resumed_run_needs_its_presets(project: Path, run: Callable[..., Any]) -> None:
+    status, out, err = run("experiment=mine", "resume=x")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: experiment has no choice 'mine'; choose one of broken, deep. ")
+    assert err.endswith("found with the --config-dir of the first start.\n")
+
+
 def test_a_missing_folder_of_presets(project: Path, run: Callable[..., Any]) -> None:
     expected = "error: --config-dir nowhere: there is no such folder.\n"
     assert run("--config-dir", "nowhere") == (1, "", expected)
