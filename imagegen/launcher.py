@@ -30,6 +30,8 @@ _EXIT_SECONDS = 30.0
 """How long the others have to end once the run has ended."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from imagegen.train import command; command()"
 """What the others run: the same code as the first, from a clone or not, wherever they are."""
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Ends a process at once; Windows has only SIGTERM, which does so there."""
 _FIRST = "IMAGEGEN_FIRST_PROCESS"
 """Environment variable that tells the others the number of the process that started them."""
 
@@ -111,7 +113,7 @@ class Launcher(_SubprocessScriptLauncher):
             lost = self.failure()
             # Some backends wait for a lost process for half an hour.
             if lost and not self._over.wait(_GRACE_SECONDS):
-                super().kill(signal.SIGKILL)
+                super().kill(_KILL)
                 print(f"error: {lost}", file=sys.stderr, flush=True)
                 os._exit(1)
 
@@ -150,7 +152,7 @@ def further_processes(
             raise SystemExit(0) from error
         lost = None if together else launcher.failure(within=_LOOK_SECONDS)
         if not together:
-            launcher.kill(signal.SIGKILL)
+            launcher.kill(_KILL)
         if lost and isinstance(error, RuntimeError):
             raise UserError(lost) from error
         raise

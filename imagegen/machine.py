@@ -352,6 +352,18 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
+def rounding(device: torch.device) -> str:
+    """What decides how PyTorch rounds on this device, in words: kind, instructions, version."""
+    import torch
+
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    )
+    return f"{device.type} ({kind}), PyTorch {torch.__version__}"
+
+
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that change how fast or how exactly is computed."""
     return {

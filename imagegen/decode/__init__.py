@@ -101,7 +101,7 @@ def choose_decoder(
         controls: how to draw.
         precision: of the weights: `32` for float32; `int16` or `int8` for whole numbers, see
             `imagegen.decode.integer`; `auto` takes int16 where the processor has instructions for
-            it, which has changed bits/dim by less than 0.0001 where it was measured.
+            it, which has changed bits/dim by less than 0.0001 where it was measured, else float32.
 
     Raises:
         UserError: for another precision.
@@ -157,14 +157,17 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     if reason is not None:
         return reason
 
-    bits = BITS[precision]
-    if bits < 32 and not is_supported():
-        if precision != "auto":
-            say(f"in float32, for the processor has no instructions for {precision}")
-        bits = 32
+    bits = 32 if precision == "auto" and not is_supported() else BITS[precision]
     decoder: Decoder = fused.FusedDecoder(model, bits)
     if first_use(_folder(), decoder.variant):
         say("for the first time: compiling the loop for this machine takes seconds, once")
+    first_step = np.zeros((1, 1, model.raster.values_per_step), dtype=np.uint8)
+    try:
+        with torch.no_grad():
+            decoder.parameters(first_step)  # compiles, or loads what was compiled
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return f"compiling them into {_folder()} failed ({type(error).__name__}: {reason})"
     return decoder
 
 
