@@ -20,6 +20,7 @@ import numpy as np
 
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
+from imagegen.installation import typed
 from imagegen.machine import training_precision
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ SMOOTHED = 4
 SKIPPED = 10
 ROWS = 15
 
-USAGE = """\
+USAGE = f"""\
 Look for a learning rate: train for 100 steps while it grows, and see where the loss falls fastest.
 
-  python -m imagegen.find_lr dataset=mnist model.d_model=256 batch_size=32
+  {typed("find-lr")} dataset=mnist model.d_model=256 batch_size=32
 
-takes the options of train.py (python train.py --help); logger, callbacks, limits, resume, on_nan
+takes the options of training ({typed("train")} --help); logger, callbacks, limits, resume, on_nan
 and the run folder do nothing.
 Where an optimizer has several rates, as muon, they grow together in the ratio that they have."""
 

@@ -34,6 +34,7 @@ from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.errors import UserError
+from imagegen.installation import typed
 from imagegen.launcher import further_processes
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.machine import AUTO as AUTO_PRECISION
@@ -171,7 +172,8 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
         _write_summary(folder, summary)
         if trainer.is_global_zero:
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
-                print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
+                again = f"{typed('train')} {argument('resume', folder)}"
+                print(f"to continue: {again}", file=sys.stderr)
             if interruptible.preempted:
                 requeue_job()
     if trainer.is_global_zero and resumed and resumed["step"] == trainer.global_step:

@@ -14,7 +14,7 @@ from imagegen.decode import choose_decoder, fused
 from imagegen.decode.embedding import condition_tables, embed, tables_of
 from imagegen.decode.fused import FusedDecoder
 from imagegen.decode.prepare import why_not
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
