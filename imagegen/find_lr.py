@@ -34,12 +34,12 @@ SMOOTHED = 4
 SKIPPED = 10
 ROWS = 15
 
-USAGE = f"""\
+USAGE = """\
 Look for a learning rate: train for 100 steps while it grows, and see where the loss falls fastest.
 
-  {typed("find-lr")} dataset=mnist model.d_model=256 batch_size=32
+  {find_lr} dataset=mnist model.d_model=256 batch_size=32
 
-takes the options of training ({typed("train")} --help); logger, callbacks, limits, resume, on_nan
+takes the options of training ({train} --help); logger, callbacks, limits, resume, on_nan
 and the run folder do nothing.
 Where an optimizer has several rates, as muon, they grow together in the ratio that they have."""
 
@@ -199,7 +199,7 @@ _ENTRY = hydra_entry(
 def main() -> None:
     """Command-line entry."""
     if any(word in ("--help", "-h") for word in sys.argv[1:]):
-        print(USAGE)
+        print(USAGE.format(find_lr=typed("find-lr"), train=typed("train")))
     else:
         _ENTRY()
 
