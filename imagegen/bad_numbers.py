@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 
 from imagegen.errors import UserError
 from imagegen.processes import Diverged
@@ -22,6 +23,10 @@ class BadNumbers(Callback):
     `stop` ends the run before the weights are touched. `skip` leaves the step out, weights and
     optimizer as they are, counts it as `train/skipped_steps`, says so, and stops all the same after
     ten in a row. A validation that is no number stops the run.
+
+    In `16-mixed` the gradient scaler itself leaves out steps whose gradients overflow, and halves
+    the scale of the loss. Such a step counts as a bad one only where the loss is not a number
+    either, or where the scale has come down to 1 and gradients still overflow.
 
     Args:
         policy: `stop` or `skip`.
@@ -39,6 +44,7 @@ class BadNumbers(Callback):
         self.skipped = 0
         self._in_a_row = 0
         self._indices: list[int] = []
+        self._losses: list[Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The count, so that a resumed run goes on with it."""
@@ -54,13 +60,17 @@ class BadNumbers(Callback):
         """Remember which images the step is about."""
         self._indices = batch["indices"].tolist()
 
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Remember the losses of the step."""
+        self._losses.append(loss.detach())
+
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Stop, or leave the step out, where a gradient is not finite."""
-        if trainer.precision == "16-mixed":
-            # Infinite gradients belong to the search for a loss scale, which leaves such steps out.
-            return
+        losses, self._losses = self._losses, []
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         # One number to look at, whatever the number of parameters.
         finite = bool(torch.nn.utils.get_total_norm(gradients).isfinite())
@@ -68,6 +78,11 @@ class BadNumbers(Callback):
         if trainer.strategy.reduce_boolean_decision(finite):
             self._in_a_row = 0
             return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            finite = bool(torch.stack(losses).isfinite().all())
+            if trainer.strategy.reduce_boolean_decision(finite) and scaler.get_scale() > 1:
+                return
         what = (
             f"the loss or a gradient is not a number at step {trainer.global_step + 1}, with the "
             f"training images {self._all_indices(trainer)}"
@@ -76,9 +91,10 @@ class BadNumbers(Callback):
         self._in_a_row += 1
         if self.policy == "stop" or self._in_a_row >= MOST_IN_A_ROW:
             again = "" if self.policy == "stop" else f", for the {self._in_a_row}th time in a row"
+            wider = "" if scaler is None else "choose trainer.precision=bf16-mixed, "
             raise Diverged(
                 f"{what}{again}; the weights are as before, {self._last_good()}. Lower "
-                "optimizer.lr, or leave such steps out with on_nan=skip."
+                f"optimizer.lr, {wider}or leave such steps out with on_nan=skip."
             )
         # An optimizer passes over parameters without a gradient.
         for parameter in pl_module.parameters():
