@@ -194,6 +194,9 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
     # Small data sets make short epochs; rows of the log then stand further apart than epochs.
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
+    # A gradient scaler leaves out the first steps while its scale is too large; the schedule counts
+    # them nevertheless, as the limits of a run do.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before")
 
 
 def _remove_if_unused(folder: Path) -> None:
