@@ -175,9 +175,9 @@ def class_numbers(
         count = metadata["model"]["n_classes"]
         if len(names) != count:
             raise UserError(
-                f"data set {dataset.name} has {len(names)} classes, but the checkpoint's model "
-                f"knows {count} and does not name them; give data with the classes it was trained "
-                "on."
+                f"the number of classes is {len(names)} in data set {dataset.name} and {count} in "
+                "the checkpoint, which does not name them; give data with the classes it was "
+                "trained on."
             )
         return np.arange(count)
     unknown = [name for name in names if name not in known]

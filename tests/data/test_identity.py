@@ -138,7 +138,11 @@ def test_classes_by_name() -> None:
     for metadata, names, sentence in (
         (three, ("b", "x", "y"), "know the classes x, y of data set squares; it knows a, b, c; "),
         (three, None, "has no labels, but the checkpoint's model was trained with them"),
-        (unnamed, ("x",), "has 1 classes, but the checkpoint's model knows 2 and does not name"),
+        (
+            unnamed,
+            ("x",),
+            "classes is 1 in data set squares and 2 in the checkpoint, which does not name",
+        ),
         (metadata_of(None, 3, ["a"]), ("a",), "damaged: it has no names for its 3 classes"),
         (metadata_of(None, 1, [["a"]]), ("a",), "damaged: it has no names for its 1 classes"),
     ):
