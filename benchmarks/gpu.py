@@ -299,7 +299,7 @@ def mechanisms(device: str) -> bool:
 
     from imagegen.decode.graph import GraphDecoder, why_not
     from imagegen.drawing import Drawing
-    from imagegen.generate import draw_images
+    from imagegen.generation import draw_images
     from imagegen.heads.controls import Controls
     from imagegen.model import ImageTransformer
     from imagegen.spec import ImageSpec

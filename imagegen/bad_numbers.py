@@ -29,6 +29,10 @@ class BadNumbers(Callback):
     next, and that is the price of a stop before the weights are touched: an optimizer cannot be
     told on the device to leave a step out, except those of PyTorch with `fused=True`.
 
+    In `16-mixed` the gradient scaler itself leaves out steps whose gradients overflow, and halves
+    the scale of the loss. Such a step counts as a bad one only where the loss is not a number
+    either, or where the scale has come down to 1 and gradients still overflow.
+
     Args:
         policy: `stop` or `skip`.
         folder: the run folder.
@@ -45,6 +49,7 @@ class BadNumbers(Callback):
         self.skipped = 0
         self._in_a_row = 0
         self._indices: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The count, so that a resumed run goes on with it."""
@@ -60,14 +65,18 @@ class BadNumbers(Callback):
         """Remember, on the device, which images the step is about."""
         self._indices.append(batch["indices"])
 
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Remember the losses of the step."""
+        self._losses.append(loss.detach())
+
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Stop, or leave the step out, where a gradient is not finite."""
         indices, self._indices = self._indices, []
-        if trainer.precision == "16-mixed":
-            # Infinite gradients belong to the search for a loss scale, which leaves such steps out.
-            return
+        losses, self._losses = self._losses, []
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         # One number to look at, whatever the number of parameters and of processes, which share
         # their gradients, but of which FSDP leaves each of them a part only.
@@ -76,6 +85,11 @@ class BadNumbers(Callback):
         if norm.isfinite():
             self._in_a_row = 0
             return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            finite = bool(torch.stack(losses).isfinite().all())
+            if trainer.strategy.reduce_boolean_decision(finite) and scaler.get_scale() > 1:
+                return
         what = (
             f"the loss or a gradient is not a number at step {trainer.global_step + 1}, with the "
             f"training images {_all_indices(trainer, indices)}"
@@ -84,9 +98,10 @@ class BadNumbers(Callback):
         self._in_a_row += 1
         if self.policy == "stop" or self._in_a_row >= MOST_IN_A_ROW:
             again = "" if self.policy == "stop" else f", for the {self._in_a_row}th time in a row"
+            wider = "" if scaler is None else "choose trainer.precision=bf16-mixed, "
             raise Diverged(
                 f"{what}{again}; the weights are as before, {self._last_good()}. Lower "
-                "optimizer.lr, or leave such steps out with on_nan=skip."
+                f"optimizer.lr, {wider}or leave such steps out with on_nan=skip."
             )
         # An optimizer passes over parameters without a gradient.
         for parameter in pl_module.parameters():

@@ -187,18 +187,20 @@ def _checksum(images: UInt8[np.ndarray, "n h w c"]) -> bytes:
 
 
 @hydra_entry("compress")
-def _compress(config: DictConfig) -> None:
+def compress_main(config: DictConfig) -> None:
+    """Command-line entry of `compress`."""
     compress(config)
 
 
 @hydra_entry("decompress")
-def _decompress(config: DictConfig) -> None:
+def decompress_main(config: DictConfig) -> None:
+    """Command-line entry of `decompress`."""
     decompress(config)
 
 
 def main() -> None:
     """Command-line entry: the first word says which way."""
-    ways = {"compress": _compress, "decompress": _decompress}
+    ways = {"compress": compress_main, "decompress": decompress_main}
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("--help", "-h"):
         print(USAGE)

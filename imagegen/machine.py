@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from imagegen.errors import UserError
+from imagegen.installation import typed
 
 if TYPE_CHECKING:
     import torch
@@ -433,7 +434,7 @@ def _version(package: str) -> str:
 def main(rows: Iterable[tuple[str, str]] | None = None) -> None:
     """Command-line entry: print what was found and decided."""
     if sys.argv[1:]:
-        print("python -m imagegen.machine takes no options; it prints what was found and decided.")
+        print(f"{typed('machine')} takes no options; it prints what was found and decided.")
         sys.exit(0 if sys.argv[1] in ("--help", "-h") else 1)
     for name, value in _report() if rows is None else rows:
         print(f"{name:17} {value}")

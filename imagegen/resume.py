@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagegen.cli import PROJECT_ROOT, is_first_process
+from imagegen.cli import is_first_process
 from imagegen.errors import UserError
+from imagegen.installation import PROJECT_ROOT
 from imagegen.output import lock_folder, remove_leftovers
 
 LAST = Path("checkpoints", "last.ckpt")

@@ -34,6 +34,7 @@ from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.errors import UserError
+from imagegen.installation import typed
 from imagegen.launcher import further_processes
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.machine import AUTO as AUTO_PRECISION
@@ -171,7 +172,8 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
         _write_summary(folder, summary)
         if trainer.is_global_zero:
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
-                print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
+                again = f"{typed('train')} {argument('resume', folder)}"
+                print(f"to continue: {again}", file=sys.stderr)
             if interruptible.preempted:
                 requeue_job()
     if trainer.is_global_zero and resumed and resumed["step"] == trainer.global_step:
@@ -192,6 +194,9 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
     # Small data sets make short epochs; rows of the log then stand further apart than epochs.
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
+    # A gradient scaler leaves out the first steps while its scale is too large; the schedule counts
+    # them nevertheless, as the limits of a run do.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before")
 
 
 def _remove_if_unused(folder: Path) -> None:

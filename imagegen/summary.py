@@ -18,6 +18,7 @@ from rich.text import Text
 from imagegen.callbacks import Rates
 from imagegen.data.base import ImageDataset
 from imagegen.durations import format_seconds
+from imagegen.installation import typed
 from imagegen.machine import Choice
 from imagegen.resume import quote
 
@@ -102,9 +103,9 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
         return
     print(
         "next:\n"
-        f"  python sample.py {run} n=64\n"
-        f"  python sample.py {run} task=complete\n"
-        f"  python -m imagegen.evaluate {run} split=test"
+        f"  {typed('sample')} {run} n=64\n"
+        f"  {typed('sample')} {run} task=complete\n"
+        f"  {typed('evaluate')} {run} split=test"
     )
 
 

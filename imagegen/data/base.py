@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from imagegen.errors import UserError
+from imagegen.installation import PROJECT_ROOT
 from imagegen.spec import ImageSpec
 
 SPLIT_NAMES = ("train", "val", "test")
@@ -22,8 +23,8 @@ SPLIT_SEED = 2020
 
 
 def data_folder() -> Path:
-    """The project's `data/` folder, wherever a command is started from."""
-    return Path(__file__).resolve().parents[2] / "data"
+    """`data/` of the clone or, without one, of the folder that the command was started in."""
+    return PROJECT_ROOT / "data"
 
 
 @dataclass(frozen=True)

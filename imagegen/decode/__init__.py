@@ -32,6 +32,8 @@ else:  # Annotations are checked in tests; the model imports nothing from here.
 class Decoder(ABC):
     """Draws from one model.
 
+    Tensors are on the model's device; arrays are, as ever, on the CPU.
+
     Attributes:
         variant: what the compiled code depends on, in one word.
         precision: of the weights: 32, int16 or int8.
@@ -127,6 +129,8 @@ def parameters_as_drawn(
 ) -> Float[Tensor, "b n p"]:
     """`ImageTransformer.parameters_of`, step by step in the arithmetic of the compiled loop.
 
+    All tensors are on the model's device.
+
     Raises:
         UserError: for an unknown precision, or a model that has no compiled loop.
     """
@@ -137,8 +141,9 @@ def parameters_as_drawn(
             f"precision={precision} asks for compiled loops, and there are none: {decoder}; leave "
             "precision out."
         )
-    known = None if labels is None else labels.numpy()
-    return torch.from_numpy(decoder.parameters(sequence.numpy(), known))
+    known = None if labels is None else labels.cpu().numpy()
+    found = torch.from_numpy(decoder.parameters(sequence.cpu().numpy(), known))
+    return found.to(model.device)
 
 
 def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
@@ -181,11 +186,12 @@ def machine_choice(device: torch.device) -> Choice:
         _fused()
     except Exception as error:  # as in `_decoder`
         return Choice("PyTorch's operations", str(error))
+    from imagegen.decode.compile import target
     from imagegen.decode.integer import is_supported
 
-    if is_supported():
-        return Choice("compiled loop, int16", "this CPU has AVX2")
-    return Choice("compiled loop, float32", "this CPU does not have AVX2")
+    sets = ", ".join(target().instruction_sets) or "neither FMA nor AVX2"
+    precision = "int16" if is_supported() else "float32"
+    return Choice(f"compiled loop, {precision}", f"compiled for {sets}")
 
 
 def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:

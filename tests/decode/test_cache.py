@@ -195,7 +195,7 @@ def test_numba_is_told_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_numba_is_imported_for_drawing_only(tmp_path: Path) -> None:
-    script = "import sys, imagegen.generate; sys.exit('numba' in sys.modules)"
+    script = "import sys, imagegen.generation; sys.exit('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT_ROOT, env=os.environ)
     assert done.returncode == 0
 
@@ -206,7 +206,7 @@ import sys
 sys.modules["numba"] = None
 import numpy as np
 from imagegen import decode
-from imagegen.generate import generate
+from imagegen.generation import generate
 from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model
 decode.SHORTEST = 1

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from imagegen import decode
-from imagegen.decode import choose_decoder
+from imagegen import decode, machine
+from imagegen.decode import choose_decoder, fused
 from imagegen.decode.embedding import condition_tables, embed, tables_of
 from imagegen.decode.fused import FusedDecoder
 from imagegen.decode.prepare import why_not
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
@@ -117,9 +117,9 @@ def test_the_same_images(
 def test_an_image_does_not_depend_on_its_company(
     model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from imagegen.decode import fused
 
     monkeypatch.setattr(fused, "MICRO_BATCH", 12)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
     expected = _all(model, 40, seed=3, labels=_labels(model))
     for n, batch_size, threads in ((1, 1, 1), (3, 2, 2), (40, 7, 1), (40, 64, 3)):
         before = torch.get_num_threads()
@@ -169,6 +169,7 @@ def test_an_interrupted_drawing_ends(
     def stop(done: float) -> None:
         raise Stop
 
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -176,6 +177,16 @@ def test_an_interrupted_drawing_ends(
             _all(model, 5, progress=stop, labels=_labels(model))
     finally:
         torch.set_num_threads(before)
+
+
+def test_no_more_threads_than_usable_cpus(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as PyTorch announces in a container of two CPUs on a large host."""
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert fused._teams(model, 64) == (2, 1)
+    assert fused._teams(model, 1) == (1, 2)
 
 
 def test_progress_adds_up(model: ImageTransformer) -> None:
@@ -260,7 +271,6 @@ def test_what_the_loop_cannot_draw_is_left_to_pytorch(monkeypatch: pytest.Monkey
 def test_where_compiling_fails_pytorch_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from imagegen.decode import fused
 
     def fails(*_: object) -> None:
         raise TypeError("no such type\nand much more")

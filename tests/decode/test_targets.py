@@ -15,7 +15,7 @@ import pytest
 from imagegen import decode
 from imagegen.checkpoint import load_checkpoint
 from imagegen.cli import PROJECT_ROOT
-from imagegen.generate import generate
+from imagegen.generation import generate
 from tests.helpers import manifest, read_images, save_tiny_checkpoint
 
 LINEAR, SOFTMAX, DECAYED = (
