@@ -151,12 +151,7 @@ class Rates(Callback):
         """Log the norm of all gradients together."""
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-                # Fused optimizers unscale gradients themselves, later.
-                norm = norm / scaler.get_scale()
-            pl_module.log("train/gradient_norm", norm)
+            pl_module.log("train/gradient_norm", torch.nn.utils.get_total_norm(gradients))
 
     def _restart(self) -> None:
         self._since, self._images = time.perf_counter(), 0
