@@ -44,10 +44,10 @@ DESCRIBE = """
 import json, platform
 from importlib.metadata import version
 import torch
-from imagegen.benchmark.machine import machine
-at = machine(torch.device("cpu"))
+from imagegen.machine import describe
+machine = describe(torch.device("cpu"))
 packages = [version(name) for name in ("torch", "pytorch-lightning", "numba", "numpy")]
-processor = f"{at['processor']}, {at['cpu_capability']}, {at['usable_cores']} cores"
+processor = "{processor}, {cpu_capability}, {usable_cpus} CPUs".format_map(machine)
 print(json.dumps([[platform.python_version(), *packages], processor]))
 """
 
