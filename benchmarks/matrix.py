@@ -38,7 +38,15 @@ COLUMNS = (
     *("tests", "passed", "failed", "skipped", "seconds", "processor", "commit"),
 )
 # Measuring, killing and nonsense as input: what takes longest and depends least on versions.
-SLOWEST = ("tests/benchmark",)
+SLOWEST = (
+    "tests/benchmark",
+    "tests/test_fuzz.py",
+    "tests/test_heap.py",
+    "tests/test_hostile.py",
+    "tests/test_memory.py",
+    "tests/test_processes.py",
+    "tests/test_survival.py",
+)
 # What a row's own Python says of itself.
 DESCRIBE = """
 import json, platform
