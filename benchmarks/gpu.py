@@ -270,18 +270,21 @@ def checks(device: str, out: Path, gpus: int) -> list[Check]:
 
 
 def draw_pictures(folder: Path) -> None:
-    """Write 80 grey pictures of 16 x 16 pixels, a disc on a gradient each."""
+    """Write 112 grey pictures of 16 x 16 pixels, a disc on a gradient each: 80 to train on."""
     import numpy as np
     from PIL import Image
 
-    folder.mkdir()
+    splits = ["train"] * 80 + ["val"] * 16 + ["test"] * 16
+    for split in set(splits):
+        (folder / split).mkdir(parents=True)
     random = np.random.default_rng(0)
     y, x = np.mgrid[:16, :16]
-    for index in range(80):
+    for index, split in enumerate(splits):
         top, left, radius, slope = random.uniform([4, 4, 2, -8], [12, 12, 5, 8])
         picture = 128 + slope * (x - 8)
         picture[(y - top) ** 2 + (x - left) ** 2 < radius**2] = 255 * (index % 2)
-        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(folder / f"{index:02}.png")
+        file = folder / split / f"{index:03}.png"
+        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(file)
 
 
 def mechanisms(device: str) -> bool:
