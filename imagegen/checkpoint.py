@@ -46,7 +46,8 @@ class LoadedCheckpoint:
         model: in evaluation mode, on the device asked for.
         path: the file.
         metadata: `format_version`, `spec`, and as plain containers `model`, `dataset`, `config`
-            (the run's resolved configuration) and `overrides` (what the user had typed).
+            (the run's resolved configuration), `overrides` (what the user had typed) and, since
+            version 0.2, `machine` (see `imagegen.machine.describe`, and `precision`).
     """
 
     model: ImageTransformer
@@ -60,6 +61,7 @@ def make_metadata(
     dataset: Mapping[str, Any],
     config: Mapping[str, Any],
     overrides: list[str],
+    machine: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint of ours holds under the key `imagegen`; see `LoadedCheckpoint`."""
     return {
@@ -69,6 +71,7 @@ def make_metadata(
         "dataset": dict(dataset),
         "config": dict(config),
         "overrides": list(overrides),
+        "machine": None if machine is None else dict(machine),
     }
 
 
@@ -115,7 +118,8 @@ def read_resume_state(path: str | Path) -> dict[str, Any]:
     """What is needed to go on from the checkpoint at `path`.
 
     Returns:
-        `step`, optimizer steps done; `metadata`; and what the loggers keep, such as `wandb_id`.
+        `step`, optimizer steps done; `metadata`; `precision`, in which it has trained, None where
+        an earlier version did not record it; and what the loggers keep, such as `wandb_id`.
 
     Raises:
         UserError: as `read_metadata`.
@@ -131,7 +135,11 @@ def read_resume_state(path: str | Path) -> dict[str, Any]:
     logger, step = metadata.get("logger", {}), content.get("global_step", 0)
     if not isinstance(logger, dict) or not isinstance(step, int):
         raise UserError(f"{path} is damaged: it does not say how far its training has come.")
-    return {**logger, "step": step, "metadata": metadata}
+    machine = metadata.get("machine") or {}
+    precision = machine.get("precision") if isinstance(machine, dict) else machine
+    if precision is not None and not isinstance(precision, str):
+        raise UserError(f"{path} is damaged: it does not say in which precision it was trained.")
+    return {**logger, "step": step, "metadata": metadata, "precision": precision}
 
 
 def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> LoadedCheckpoint:

@@ -18,7 +18,8 @@ from jaxtyping import Float, Integer, UInt8, UInt32
 
 from imagegen.errors import UserError
 from imagegen.float64 import to_float64
-from imagegen.generate import ROW_GROUP
+from imagegen.generation import ROW_GROUP
+from imagegen.installation import pip_install
 from imagegen.model import ImageTransformer
 
 BATCH = 64
@@ -137,6 +138,7 @@ def _constriction() -> Any:
         import constriction
     except ImportError as error:
         raise UserError(
-            "the codec needs the package constriction; install it with pip install -e '.[codec]'."
+            "the codec needs the package constriction; install it with "
+            f"{pip_install('codec', 'constriction')}."
         ) from error
     return constriction

@@ -18,6 +18,7 @@ from imagegen.decode import Decoder, choose_decoder
 from imagegen.errors import UserError
 from imagegen.float64 import float64_device
 from imagegen.heads.controls import Controls
+from imagegen.machine import limited_threads
 from imagegen.model import NO_LABEL, ImageTransformer, ModelState
 
 Progress = Callable[[float], None]
@@ -215,11 +216,11 @@ def initial_state(
 
 @contextmanager
 def no_gradients(model: ImageTransformer) -> Iterator[None]:
-    """Without gradients or dropout, leaving the model as it was."""
+    """Without gradients, dropout or idle threads, leaving the model as it was."""
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), limited_threads():
             yield
     finally:
         model.train(training)

@@ -18,6 +18,7 @@ from jaxtyping import Float64, Int64, UInt8
 from imagegen import options as opt
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
+from imagegen.machine import describe
 from imagegen.output import ensure_writable, write_atomic
 from imagegen.progress import image_progress
 
@@ -149,6 +150,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: for anything that cannot be; then nothing is written.
     """
+    from imagegen.data.identity import class_numbers, count_trained_on
     from imagegen.provenance import load_source, versions
 
     config = opt.plain(config)
@@ -168,7 +170,8 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     out = None if config["out"] is None else opt.one_path(config["out"], "out")
     if out is not None:
         ensure_writable(out)
-    source = load_source(ckpt, opt.resolve_device(config["device"]))
+    device = opt.resolve_device(config["device"])
+    source = load_source(ckpt, device)
     model = source.loaded.model
     dataset = opt.dataset_of(source.loaded.metadata, config["dataset"], model.spec)
     data = dataset.split(split)
@@ -182,6 +185,9 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"data set {dataset.name} has no labels to score with; add labels=false and leave "
                 "classify out."
             )
+        if model.n_classes is not None:
+            labels = class_numbers(source.loaded.metadata, dataset)[labels]
+    trained_on = count_trained_on(source.loaded.metadata, dataset, split, len(images))
     started = perf_counter()
     classified: dict[str, Any] = {}
     with image_progress("evaluating", len(images)) as advance:
@@ -198,11 +204,13 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
         **classified,
         "precision": precision,
         "images": len(images),
+        "images_trained_on": trained_on,
         "dims": model.spec.dims,
         "dataset": dataset.name,
         "split": split,
         **source.to_dict(),
         "seconds": perf_counter() - started,
+        "machine": describe(device),
         **versions(),
     }
     # Printed first, so that a disk that fills up meanwhile does not cost the result.

@@ -10,6 +10,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,23 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
-from imagegen.build import build, check_section
+from imagegen.build import check_section
 from imagegen.callbacks import ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
+from imagegen.data.identity import build_dataset, remember
 from imagegen.errors import UserError
+from imagegen.installation import typed
 from imagegen.launcher import further_processes
 from imagegen.loggers import build_loggers, close_loggers, logger_state
+from imagegen.machine import AUTO as AUTO_PRECISION
+from imagegen.machine import TF32, Choice, describe, prepare, training_precision
 from imagegen.model import ImageTransformer, default_options
 from imagegen.model_options import model_options
 from imagegen.optimizers import OptimizerFactory, build_optimizer
 from imagegen.output import write_atomic
-from imagegen.precision import trainer_options
 from imagegen.processes import check_sharding
 from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import argument, limits, say_result, say_what, summarize
@@ -110,7 +114,6 @@ def train(cfg: DictConfig) -> dict[str, Any]:
 
 def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) -> dict[str, Any]:
     quiet_lightning()
-    torch.set_float32_matmul_precision("high")
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= MAX_SEED:
         raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {MAX_SEED}.")
@@ -119,12 +122,13 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     if config["logger"].get("group", "") is None:
         config["logger"]["group"] = sweep_group()
     check_sharding(config["trainer"], config["callbacks"])
-    dataset = build(config["dataset"], ImageDataset)
+    dataset = build_dataset(config["dataset"], cfg.resume, overrides)
     described = model_options(config, dataset)
     resumed = _resume_state(cfg.resume, described, dataset)
+    trainer_options, precision = _precision(config["trainer"], resumed)
+    config["trainer"]["precision"] = precision.value
     # Whoever resumes this run says so anew.
     kept = [text for text in overrides if not text.startswith("resume=")]
-    metadata = make_metadata(dataset.spec, described, _placed(config["dataset"]), config, kept)
     model = ImageTransformer(dataset.spec, **described)
     schedule: Schedule = made(cfg.scheduler, "scheduler", Schedule)
     module = ImageModule(model, optimizer_factory(cfg, model), schedule)
@@ -135,18 +139,27 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     own: list[Callback] = [ExactSteps(cfg.seed), bad_numbers, WholeSteps(), interruptible]
     if cfg.callbacks.get("last"):
         own.append(FirstCheckpoint(folder / LAST))
-    trainer = _trainer(cfg, folder, [Metadata(metadata, dataset), *own])
+    trainer = _trainer(cfg, trainer_options, folder, own)
+    threads = prepare(
+        trainer.num_devices if trainer.world_size > 1 else 1, tf32=precision.value == TF32
+    )
+    machine = {**describe(trainer.strategy.root_device), "precision": precision.value}
+    metadata = make_metadata(
+        dataset.spec, described, _placed(config["dataset"]), config, kept, machine
+    )
+    trainer.callbacks.insert(0, Metadata(metadata, dataset))  # type: ignore[attr-defined]
     # Before anything is written, so that data that cannot be had leave no run behind.
     data.prepare_data()
     data.split("train")
+    metadata["data"] = remember(dataset, cfg.resume)
 
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    say_what(cfg, dataset, parameters, folder, trainer)
+    say_what(cfg, dataset, parameters, folder, trainer, precision, threads)
 
     # A run that is killed leaves this behind; see `imagegen.runs`.
-    _write_summary(folder, summarize(trainer, folder, parameters, "running"))
+    _write_summary(folder, summarize(trainer, folder, parameters, "running", machine))
     state = "failed"
     try:
         with further_processes(trainer, overrides, folder, multirun):
@@ -156,12 +169,13 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
         state = "interrupted"
         raise
     finally:
-        summary = summarize(trainer, folder, parameters, state)
+        summary = summarize(trainer, folder, parameters, state, machine)
         _close(trainer.loggers, state == "finished", trainer.global_step)
         _write_summary(folder, summary)
         if trainer.is_global_zero:
             if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
-                print(f"to continue: python train.py {argument('resume', folder)}", file=sys.stderr)
+                again = f"{typed('train')} {argument('resume', folder)}"
+                print(f"to continue: {again}", file=sys.stderr)
             if interruptible.preempted:
                 requeue_job()
     if trainer.is_global_zero and resumed and resumed["step"] == trainer.global_step:
@@ -182,6 +196,9 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
     # Small data sets make short epochs; rows of the log then stand further apart than epochs.
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
+    # A gradient scaler leaves out the first steps while its scale is too large; the schedule counts
+    # them nevertheless, as the limits of a run do.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before")
 
 
 def _remove_if_unused(folder: Path) -> None:
@@ -254,8 +271,24 @@ def _resume_state(
     return state
 
 
-def _trainer(cfg: DictConfig, folder: Path, callbacks: list[Callback]) -> Trainer:
-    options = trainer_options(OmegaConf.to_container(cfg.trainer, resolve=True))  # type: ignore[arg-type]
+def _precision(
+    trainer: Mapping[str, Any], resumed: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], Choice]:
+    """`training_precision`, with what a resumed run had until now in its reason."""
+    before = None if resumed is None else resumed["precision"]
+    options, choice = training_precision(trainer, before)
+    if resumed is not None and before is None and trainer.get("precision") == AUTO_PRECISION:
+        choice = replace(choice, reason=f"{choice.reason}; the checkpoint does not name its own")
+    elif before not in (None, choice.value):
+        choice = replace(choice, reason=f"{choice.reason}; the run had {before} until now")
+    return options, choice
+
+
+def _trainer(
+    cfg: DictConfig, trainer_options: Mapping[str, Any], folder: Path, callbacks: list[Callback]
+) -> Trainer:
+    options = dict(trainer_options)
+    plugins = options.pop("plugins", [])
     check_section("trainer", options)
     clip = options.get("gradient_clip_val")
     if clip is not None and not 0 <= clip < math.inf:
@@ -281,7 +314,7 @@ def _trainer(cfg: DictConfig, folder: Path, callbacks: list[Callback]) -> Traine
         default_root_dir=str(folder),
         logger=False,
         enable_progress_bar=progress,
-        plugins=[AtomicCheckpoints()],
+        plugins=[AtomicCheckpoints(), *plugins],
     )
     return trainer
 

@@ -31,7 +31,7 @@ _IMAGE_NAME = re.compile(r"\d{5,}(-[a-z0-9]+)?\.png")
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 # What may differ between the processes of a job, for no image depends on it.
-_FREE = ("checkpoint", "batch_size", "n", "images")
+_FREE = ("checkpoint", "batch_size", "n", "images", "machine")
 
 
 @dataclass

@@ -21,6 +21,7 @@ from imagegen import options as opt
 from imagegen.completion import Completions, read_partial
 from imagegen.data.convert import read_image
 from imagegen.images import grid_limit, make_grid, to_display, with_captions
+from imagegen.machine import describe
 from imagegen.progress import image_progress
 from imagegen.provenance import load_source, versions
 from imagegen.sample_folder import FINISHED, JobFolder, check_out, job_folder
@@ -108,6 +109,7 @@ def run(config: Mapping[str, Any]) -> Path:
         "levels": model.spec.levels,
         "device": device.type,
         "loop": drawing.loop,
+        "machine": describe(device),
         **versions(),
     }
     shared = options.part is not None
@@ -194,7 +196,7 @@ class Samples:
     def draw(
         self, chosen: Sequence[int], progress: Callable[[float], None]
     ) -> Iterator[tuple[Sequence[int], UInt8[np.ndarray, "b h w c"]]]:
-        from imagegen.generate import draw_images
+        from imagegen.generation import draw_images
 
         waiting = iter(chosen)
         for batch in draw_images(
@@ -226,7 +228,7 @@ def _part(n: int, part: tuple[int, int] | None) -> range:
 
 
 def _default_batch() -> int:
-    from imagegen.generate import DEFAULT_BATCH
+    from imagegen.generation import DEFAULT_BATCH
 
     return DEFAULT_BATCH
 

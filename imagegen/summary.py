@@ -16,13 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from imagegen.callbacks import Rates
-from imagegen.data.base import ImageDataset
+from imagegen.data.base import SPLIT_NAMES, ImageDataset
 from imagegen.durations import format_seconds
+from imagegen.installation import typed
+from imagegen.machine import Choice
 from imagegen.resume import quote
 
 
-def summarize(trainer: Trainer, folder: Path, parameters: int, state: str) -> dict[str, Any]:
-    """What `summary.json` holds; `state` is finished, interrupted or failed."""
+def summarize(
+    trainer: Trainer, folder: Path, parameters: int, state: str, machine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `summary.json` holds; `state` is running, finished, interrupted or failed."""
     summary: dict[str, Any] = {
         "state": state,
         "best_bits_per_dim": None,
@@ -32,6 +36,7 @@ def summarize(trainer: Trainer, folder: Path, parameters: int, state: str) -> di
         "seconds": 0.0,
         "images_per_second": None,
         "parameters": parameters,
+        "machine": dict(machine),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint) and callback.monitor:
@@ -49,20 +54,42 @@ def summarize(trainer: Trainer, folder: Path, parameters: int, state: str) -> di
 
 @rank_zero_only
 def say_what(
-    cfg: DictConfig, dataset: ImageDataset, parameters: int, folder: Path, trainer: Trainer
+    cfg: DictConfig,
+    dataset: ImageDataset,
+    parameters: int,
+    folder: Path,
+    trainer: Trainer,
+    precision: Choice,
+    threads: Choice,
 ) -> None:
-    """Print what is about to be trained, and where."""
+    """Print what is about to be trained, where, and what was decided about this machine."""
     spec = dataset.spec
     attention = str(cfg.attention.get("_target_")).rpartition(".")[2]
     print(
         f"{dataset.name}: {spec.height}x{spec.width}x{spec.channels}, {spec.levels} levels; "
         f"{attention}, {cfg.model.n_layers} layers x {cfg.model.d_model}, "
-        f"{parameters / 1e6:.2f} M parameters; {trainer.accelerator.__class__.__name__}"
+        f"{parameters / 1e6:.2f} M parameters"
     )
+    counts = (f"{len(dataset.split(name)):,} {name}" for name in SPLIT_NAMES)
+    print(f"images: {', '.join(counts)}{_left_out(dataset)}")
+    device = trainer.strategy.root_device
+    print(f"on {device}, {precision}")
+    if device.type == "cpu":
+        print(f"threads {threads}")
     if trainer.world_size > 1:
         images = cfg.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         print(f"{trainer.world_size} processes, {images} images a step")
     print(f"run folder: {shown(folder)}", flush=True)
+
+
+def _left_out(dataset: ImageDataset) -> str:
+    """The files of a data set that are not read, the most frequent kinds first."""
+    kinds = sorted(dataset.left_out.items(), key=lambda kind: (-kind[1], kind[0]))
+    texts = [
+        f"{count:,} {'file' if count == 1 else 'files'} {suffix or 'without a suffix'}"
+        for suffix, count in kinds
+    ]
+    return f"; left out: {', '.join(texts)}" if texts else ""
 
 
 @rank_zero_only
@@ -88,9 +115,9 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
         return
     print(
         "next:\n"
-        f"  python sample.py {run} n=64\n"
-        f"  python sample.py {run} task=complete\n"
-        f"  python -m imagegen.evaluate {run} split=test"
+        f"  {typed('sample')} {run} n=64\n"
+        f"  {typed('sample')} {run} task=complete\n"
+        f"  {typed('evaluate')} {run} split=test"
     )
 
 

@@ -6,6 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pytorch_lightning import LightningModule
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -68,6 +71,41 @@ class ImageModule(LightningModule):
         self.val_bits_per_dim.update(self.model.bits_per_dim(images, batch.get("labels")))
         self.log("val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images))
 
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        """One step, whose gradients are unscaled before anything looks at them or clips them.
+
+        Lightning leaves that to an optimizer which does it in its own step, as fused ones do; told
+        by the gradient scaler that it is done, the optimizer does not do it again.
+        """
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            if scaler is not None and _unscales(optimizer.optimizer):
+                scaler.unscale_(optimizer.optimizer)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Any = None,
+    ) -> None:
+        """Clip in mixed precision too where the optimizer is a fused one.
+
+        Lightning refuses that (its issue 21435), because it would clip scaled gradients.
+        """
+        plugin = self.trainer.precision_plugin
+        if gradient_clip_val and _unscales(optimizer) and isinstance(plugin, MixedPrecision):
+            algorithm = gradient_clip_algorithm or GradClipAlgorithmType.NORM
+            Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped with it."""
         optimizer = build_optimizer(self.optimizer_factory, self.model)
@@ -81,3 +119,8 @@ class ImageModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+
+def _unscales(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides gradients by the scale of a loss itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -26,7 +26,7 @@ from imagegen.attention.strided import StridedAttention
 from imagegen.drawing import uniforms
 from imagegen.errors import UserError
 from imagegen.float64 import float64_device, to_float64
-from imagegen.generate import ROW_GROUP, generate
+from imagegen.generation import ROW_GROUP, generate
 from imagegen.model import ImageTransformer, ModelState
 
 WEIGHTS = "weights are finite"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from imagegen import options as opt
 from imagegen.benchmark.measure import Plan, Point, Runner, measure
 from imagegen.errors import UserError
+from imagegen.installation import pip_install
 from imagegen.output import staged_folder, write_atomic
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | 
     """Bytes; of a GPU's memory where one is measured, None where it is unknown.
 
     Args:
-        described: what `machine` returns.
+        described: what `imagegen.machine.describe` returns.
     """
     import torch
 
@@ -132,15 +133,15 @@ def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | 
 
 def heading(name: str, device: torch.device, threads: int) -> dict[str, Any]:
     """The entries that every result starts with."""
-    from imagegen.benchmark.machine import machine
     from imagegen.benchmark.memory import meter_for
+    from imagegen.machine import describe
     from imagegen.provenance import commit, versions
 
     meter = meter_for(device)
     return {
         "benchmark": name,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(device),
+        "machine": describe(device),
         "device": str(device),
         "threads": threads,
         "memory_meter": meter.name if meter else None,
@@ -198,5 +199,5 @@ def publish(
     print(f"{said} in {result['seconds']:.0f} s: {out}")
     print(f"look at {out / f'{name}.md'}")
     if plot is not None and picture is None:
-        print("no plot was drawn, for that takes matplotlib: pip install -e '.[plot]'")
+        print(f"no plot was drawn, for that takes matplotlib: {pip_install('plot', 'matplotlib')}")
     return result

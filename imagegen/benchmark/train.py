@@ -105,7 +105,7 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
     from imagegen.benchmark.measure import Plan
     from imagegen.benchmark.model_step import CLIP, ModelStep
     from imagegen.benchmark.worker import Worker
-    from imagegen.precision import has_bf16
+    from imagegen.machine import has_bf16
 
     common = options.common
     threads = common.threads or torch.get_num_threads()

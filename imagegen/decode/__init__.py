@@ -20,6 +20,7 @@ from torch import Tensor
 
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
+from imagegen.machine import Choice
 from imagegen.options import PRECISIONS, choice
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def choose_decoder(
         controls: how to draw.
         precision: of the weights: `32` for float32; `int16` or `int8` for whole numbers, see
             `imagegen.decode.integer`; `auto` takes int16 where the processor has instructions for
-            it, which has changed bits/dim by less than 0.0001 where it was measured.
+            it, which has changed bits/dim by less than 0.0001 where it was measured, else float32.
 
     Raises:
         UserError: for another precision.
@@ -161,15 +162,36 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     if reason is not None:
         return reason
 
-    bits = BITS[precision]
-    if bits < 32 and not is_supported():
-        if precision != "auto":
-            say(f"in float32, for the processor has no instructions for {precision}")
-        bits = 32
+    bits = 32 if precision == "auto" and not is_supported() else BITS[precision]
     decoder: Decoder = fused.FusedDecoder(model, bits)
     if first_use(_folder(), decoder.variant):
         say("for the first time: compiling the loop for this machine takes seconds, once")
+    first_step = np.zeros((1, 1, model.raster.values_per_step), dtype=np.uint8)
+    try:
+        with torch.no_grad():
+            decoder.parameters(first_step)  # compiles, or loads what was compiled
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return f"compiling them into {_folder()} failed ({type(error).__name__}: {reason})"
     return decoder
+
+
+def machine_choice(device: torch.device) -> Choice:
+    """What draws from most models on this device, and why; for `imagegen.machine`."""
+    if device.type == "cuda":
+        return Choice("one CUDA graph per step", "float32 on a GPU")
+    if device.type != "cpu":
+        return Choice("PyTorch's operations", f"there is no compiled loop for {device.type}")
+    try:
+        _fused()
+    except Exception as error:  # as in `_decoder`
+        return Choice("PyTorch's operations", str(error))
+    from imagegen.decode.compile import target
+    from imagegen.decode.integer import is_supported
+
+    sets = ", ".join(target().instruction_sets) or "neither FMA nor AVX2"
+    precision = "int16" if is_supported() else "float32"
+    return Choice(f"compiled loop, {precision}", f"compiled for {sets}")
 
 
 def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:

@@ -17,7 +17,7 @@ from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from imagegen import codec, decode, evaluate, find_lr, options, verify
+from imagegen import codec, decode, evaluate, find_lr, machine, options, verify
 from imagegen.checkpoint import load_checkpoint
 from imagegen.cli import compose
 from imagegen.decode import graph
@@ -47,6 +47,9 @@ def everything_on(simulation: Simulation) -> Iterator[None]:
         patch.setattr(CPUAccelerator, "setup_device", lambda self, device: None)
         patch.setattr(ImageModule, "training_step", on_device)
         patch.setattr(options, "resolve_device", lambda value: simulation.device)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "a simulated GPU")
+        patch.delenv(machine.FORCE_BF16, raising=False)
         patch.setattr(graph, "GraphDecoder", unrecorded)
         patch.setattr(decode, "SHORTEST", 1)
         yield
@@ -71,7 +74,7 @@ def trains_and_resumes(simulation: Simulation, folder: Path) -> None:
 
 def finds_a_rate(simulation: Simulation) -> None:
     """`python -m imagegen.find_lr`, in bfloat16."""
-    options_ = ("batch_size=8", "trainer.precision=bf16-mixed", "trainer.gradient_clip_val=null")
+    options_ = ("batch_size=8", "trainer.precision=bf16-mixed")
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_lr, "STEPS", 30)
         assert run_main(patch, find_lr.main, "find_lr", *SMALL[:6], *options_) == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imagegen import verify_checks
 from imagegen.evaluate import score_images
-from imagegen.generate import generate
+from imagegen.generation import generate
 from imagegen.model import ImageTransformer, ModelState
 from imagegen.spec import ImageSpec
 from tests.devices import runs, ways

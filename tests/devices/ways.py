@@ -32,7 +32,7 @@ from imagegen.data.base import ImageSplit
 from imagegen.decode import graph
 from imagegen.errors import UserError
 from imagegen.evaluate import classify_images, score_images
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.muon import Muon
