@@ -150,6 +150,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: for anything that cannot be; then nothing is written.
     """
+    from imagegen.data.identity import class_numbers, count_trained_on
     from imagegen.provenance import load_source, versions
 
     config = opt.plain(config)
@@ -184,6 +185,9 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"data set {dataset.name} has no labels to score with; add labels=false and leave "
                 "classify out."
             )
+        if model.n_classes is not None:
+            labels = class_numbers(source.loaded.metadata, dataset)[labels]
+    trained_on = count_trained_on(source.loaded.metadata, dataset, split, len(images))
     started = perf_counter()
     classified: dict[str, Any] = {}
     with image_progress("evaluating", len(images)) as advance:
@@ -200,6 +204,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
         **classified,
         "precision": precision,
         "images": len(images),
+        "images_trained_on": trained_on,
         "dims": model.spec.dims,
         "dataset": dataset.name,
         "split": split,

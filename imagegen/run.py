@@ -27,12 +27,13 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
-from imagegen.build import build, check_section
+from imagegen.build import check_section
 from imagegen.callbacks import ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
+from imagegen.data.identity import build_dataset, remember
 from imagegen.errors import UserError
 from imagegen.installation import typed
 from imagegen.launcher import further_processes
@@ -121,7 +122,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     if config["logger"].get("group", "") is None:
         config["logger"]["group"] = sweep_group()
     check_sharding(config["trainer"], config["callbacks"])
-    dataset = build(config["dataset"], ImageDataset)
+    dataset = build_dataset(config["dataset"], cfg.resume, overrides)
     described = model_options(config, dataset)
     resumed = _resume_state(cfg.resume, described, dataset)
     trainer_options, precision = _precision(config["trainer"], resumed)
@@ -150,6 +151,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     # Before anything is written, so that data that cannot be had leave no run behind.
     data.prepare_data()
     data.split("train")
+    metadata["data"] = remember(dataset, cfg.resume)
 
     _write_config(folder, config)
     trainer.loggers = build_loggers(config["logger"], folder, config, resumed)

@@ -7,12 +7,13 @@ their `device` says so, and what PyTorch refuses there is refused here. That is
   and so may the indices of a tensor of the device);
 - `.numpy()` of a tensor of the device;
 - float64 where the device has none, as Apple's MPS;
+- an operation that has no kernel for MPS in the table that comes with PyTorch;
 - reads back to the host, where a test forbids them: on a GPU they wait for it.
 
 PyTorch's FakeTensorMode does not do for this: backward passes on fake CUDA tensors fail in a build
 for CUDA without a GPU, there are no fake MPS tensors in a build for Linux, and without numbers,
-half of what draws images could not run. What the simulation cannot show: a kernel that the device
-lacks, rounding of its own, and the speed.
+half of what draws images could not run. What the simulation cannot show: kernels that are there but
+wrong, or lack a type; rounding of the device's own; the speed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torchgen
+import yaml
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -91,7 +95,7 @@ class OnDevice(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if Simulation.current is not None:
-            Simulation.current._watch(func, args)
+            Simulation.current.watch(func, args)
         plain_args, plain_kwargs = _mapped(_numbers, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if not _aliases(func):
@@ -115,6 +119,30 @@ def _mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def _numbers(tensor: Tensor) -> Tensor:
     return tensor.numbers if isinstance(tensor, OnDevice) else tensor
+
+
+@functools.cache
+def has_kernel(func: Any, key: str) -> bool:
+    """Whether PyTorch's table of operations has a kernel for `key`, such as MPS, or for all."""
+    if func._schema.name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+        return True  # Chosen among several by the device, which C++ code takes for the CPU.
+    name = func._schema.name.removeprefix("aten::")
+    entry = _table().get(f"{name}.{func._schema.overload_name}".removesuffix("."))
+    if entry is not None and "structured_delegate" in entry:
+        entry = _table()[entry["structured_delegate"]]
+    if entry is None or "dispatch" not in entry:
+        return True
+    keys = {each.strip() for keys in entry["dispatch"] for each in keys.split(",")}
+    return key in keys or any(each.startswith("Composite") for each in keys)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    """The operations of native_functions.yaml by name."""
+    path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries = yaml.load(path.read_text(encoding="utf-8"), loader)
+    return {entry["func"].partition("(")[0]: entry for entry in entries}
 
 
 @functools.cache
@@ -173,7 +201,10 @@ class Simulation(TorchFunctionMode):
         finally:
             self.reads_allowed = True
 
-    def _watch(self, func: Any, args: tuple[Any, ...]) -> None:
+    def watch(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuse operations that the device lacks, and reads that are forbidden."""
+        if self.kind == "mps" and not has_kernel(func, "MPS"):
+            raise NotImplementedError(f"{func} is not implemented for the MPS device")
         by_mask = func in INDEXING and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
@@ -218,7 +249,7 @@ class Simulation(TorchFunctionMode):
                 f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
             )
         if func is Tensor.tolist:
-            self._watch(aten._local_scalar_dense.default, args)
+            self.watch(aten._local_scalar_dense.default, args)
             return own.numbers.tolist()
         if func in (Tensor.__reduce_ex__, Tensor.__reduce__):
             return func(own.numbers.detach(), *args[1:])

@@ -103,6 +103,13 @@ def test_reads_can_be_forbidden(there: Simulation, reading: Callable[[Tensor], o
             reading(one)
 
 
+def test_operations_need_a_kernel() -> None:
+    with cuda():
+        torch.mode(torch.ones(2, device="cuda"))
+    with mps(), pytest.raises(NotImplementedError, match="not implemented for the MPS device"):
+        torch.mode(torch.ones(2, device="mps"))
+
+
 def test_modules(there: Simulation) -> None:
     layer = nn.Linear(3, 2)
     moved = copy.deepcopy(layer).to(there.kind)
