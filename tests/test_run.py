@@ -225,7 +225,7 @@ def test_steps_and_time_end_a_run_with_a_validation(
         run = tmp_path / name
         assert run_train(monkeypatch, *endless, limit, f"hydra.run.dir={run}") == 0
         summary = json.loads((run / "summary.json").read_text())
-        assert summary["steps"] == 8 if name == "steps" else summary["steps"] > 8
+        assert summary["steps"] == 8 if name == "steps" else summary["seconds"] >= 1
         assert _rows(run)[-1]["val/bits_per_dim"]
         rates = [float(row["lr-AdamW"]) for row in _rows(run) if row["lr-AdamW"]]
         assert rates[-1] < 0.5 * max(rates)
