@@ -122,6 +122,8 @@ class BadNumbers(Callback):
         checkpoint = self.folder / "checkpoints" / "best.ckpt"
         if checkpoint.exists():
             return f"and the best checkpoint so far is {checkpoint}"
+        if (last := checkpoint.with_name("last.ckpt")).exists():
+            return f"and the last checkpoint is {last}"
         return "and no checkpoint has been written yet"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint, Timer
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.cli import is_first_process
@@ -21,6 +21,7 @@ from imagegen.durations import format_seconds
 from imagegen.generation import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
+from imagegen.normalizer_watch import METRIC, NormalizerWatch
 from imagegen.options import MAX_SEED, share, whole_number
 from imagegen.processes import Diverged, Interrupted
 from imagegen.training import ImageModule
@@ -106,6 +107,8 @@ class Grids(Callback):
         return make_completion_grid(originals, drawn, rows)
 
     def _emit(self, trainer: Trainer, kind: str, grid: np.ndarray) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         save_png(self.folder / f"step-{trainer.global_step:07d}-{kind}.png", grid)
         log_images(trainer.loggers, f"val/{kind}", grid, trainer.global_step)
@@ -199,8 +202,12 @@ class ExactSteps(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the data order go on where the checkpoint left it."""
         # Lightning 2.6 restores its loaders when it makes them, which is before it reads the
-        # checkpoint if the schedule has asked for the number of steps.
-        trainer.fit_loop._load_combined_loader_states()
+        # checkpoint if the schedule has asked for the number of steps; and in the middle of an
+        # epoch only, though after its end the pass through the data may have another number.
+        loop = trainer.fit_loop
+        if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+            loop._combined_loader_states_to_load = []
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -288,3 +295,26 @@ class StopWhole(Callback):
         """Ask for the end once the steps are spent."""
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True
+
+
+def early_stopping(patience: int | None, **options: Any) -> Callback:
+    """Lightning's `EarlyStopping`, or a callback that does nothing where there is no patience.
+
+    Args:
+        patience: validations without an improvement after which the run ends; None never ends it.
+        options: the further arguments of `EarlyStopping`.
+
+    Raises:
+        UserError: for a patience below 1.
+    """
+    if patience is None:
+        return Callback()
+    least = whole_number(patience, "callbacks.early_stopping.patience", 1)
+    return EarlyStopping(patience=least, **options)
+
+
+METRICS: dict[type[Callback], tuple[str, ...]] = {
+    Rates: ("train/images_per_second", "train/gradient_norm"),
+    NormalizerWatch: (METRIC,),
+}
+"""What callbacks log besides the loss and the validation."""

@@ -16,7 +16,7 @@ from typing import Any
 from imagegen.cli import is_first_process
 from imagegen.errors import UserError
 from imagegen.installation import PROJECT_ROOT
-from imagegen.output import lock_folder, remove_leftovers
+from imagegen.output import lock_folder
 
 LAST = Path("checkpoints", "last.ckpt")
 """Where a run folder keeps the checkpoint to continue from."""
@@ -146,7 +146,6 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
     refuse_used_folder({"resume": True if resuming else None}, folder)
     try:
         lock = lock_folder(folder)
-        remove_leftovers(folder, folder / LAST.parent, folder / "samples")
     except BlockingIOError as error:
         raise UserError(
             f"another run is writing to {folder}; wait for it to end, or choose another "
@@ -165,6 +164,12 @@ def quote(value: str) -> str:
 
     # OmegaConf would take ${...} for an interpolation.
     return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
+
+
+def touched(key: str, overrides: Sequence[str]) -> bool:
+    """Whether any of the overrides names the option, or a section or group that it belongs to."""
+    names = [str(parsed.key_or_group) for text in overrides if (parsed := _parse(text))]
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _parse(text: str) -> Any:

@@ -9,7 +9,7 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,16 +21,18 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar, Timer
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
 from imagegen.build import check_section
-from imagegen.callbacks import ExactSteps, Interruptible
+from imagegen.callbacks import METRICS, ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
+from imagegen.continuation import Beginning, recall, say_changes
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.data.identity import build_dataset, remember
@@ -40,13 +42,22 @@ from imagegen.launcher import further_processes
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.machine import AUTO as AUTO_PRECISION
 from imagegen.machine import TF32, Choice, describe, prepare, training_precision
+from imagegen.metrics_file import MetricsFile
 from imagegen.model import ImageTransformer, default_options
 from imagegen.model_options import model_options
 from imagegen.optimizers import OptimizerFactory, build_optimizer
-from imagegen.output import write_atomic
-from imagegen.processes import check_sharding
+from imagegen.output import remove_leftovers, write_atomic
+from imagegen.processes import Diverged, check_sharding
 from imagegen.resume import AUTO, LAST, claim_run_folder
-from imagegen.summary import argument, limits, say_result, say_what, summarize
+from imagegen.summary import (
+    argument,
+    limits,
+    say_result,
+    say_tried,
+    say_what,
+    summarize,
+    why_stopped,
+)
 from imagegen.survival import FirstCheckpoint, KeepUnvalidated, WholeSteps, requeue_job
 from imagegen.sweeps import sweep_group
 from imagegen.training import ImageModule, Schedule
@@ -107,13 +118,13 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         try:
             multirun = hydra.mode == RunMode.MULTIRUN
             return _train(cfg, folder, list(hydra.overrides.task), multirun)
-        except Exception:
+        finally:
             _remove_if_unused(folder)
-            raise
 
 
 def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) -> dict[str, Any]:
     quiet_lightning()
+    changes = {} if cfg.resume is None else recall(cfg, folder, overrides)
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= MAX_SEED:
         raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {MAX_SEED}.")
@@ -134,10 +145,28 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     module = ImageModule(model, optimizer_factory(cfg, model), schedule)
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed, cfg.eval_batch_size)
     interruptible = Interruptible()
-    # What stops a run between two steps comes after what knows that it is between two.
-    bad_numbers = BadNumbers(cfg.on_nan, folder)
-    own: list[Callback] = [ExactSteps(cfg.seed), bad_numbers, WholeSteps(), interruptible]
-    if cfg.callbacks.get("last"):
+    trying = int(cfg.trainer.get("fast_dev_run") or 0)
+    if trying and cfg.resume is not None:
+        raise UserError("trainer.fast_dev_run only tries a new run; leave it out to resume one.")
+
+    def begin() -> None:
+        if trying:
+            return
+        if is_first_process():
+            remove_leftovers(folder, folder / LAST.parent, folder / "samples")
+        _write_config(folder, cfg, config)
+        trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
+        # A run that is killed leaves this behind; see `imagegen.runs`.
+        _write_summary(folder, summarize(trainer, folder, parameters, "running", machine))
+        if resumed is not None:
+            say_changes(resumed["step"], changes)
+
+    beginning = Beginning(begin, changes)
+    # What stops a run between two steps comes after what knows that it is between two, and what is
+    # written before the first step after what lets the run begin.
+    own: list[Callback] = [ExactSteps(cfg.seed), beginning, BadNumbers(cfg.on_nan, folder)]
+    own += [WholeSteps(), interruptible]
+    if cfg.callbacks.get("last") and not trying:
         own.append(FirstCheckpoint(folder / LAST))
     trainer = _trainer(cfg, trainer_options, folder, own)
     threads = prepare(
@@ -153,38 +182,70 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     data.split("train")
     metadata["data"] = remember(dataset, cfg.resume)
 
-    _write_config(folder, config)
-    trainer.loggers = build_loggers(config["logger"], folder, config, resumed)
+    # Until the run begins. What logs nothing writes nothing.
+    trainer.loggers = [DummyLogger() if trying else MetricsFile(folder)]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say_what(cfg, dataset, parameters, folder, trainer, precision, threads)
-
-    # A run that is killed leaves this behind; see `imagegen.runs`.
-    _write_summary(folder, summarize(trainer, folder, parameters, "running", machine))
-    state = "failed"
+    state, lower = "failed", ""
     try:
         with further_processes(trainer, overrides, folder, multirun):
             trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
+        if not beginning.begun and trainer.is_global_zero:
+            _refuse_to_begin(trainer, cfg, folder)
+            # The run was killed after its last step.
+            begin()
+            beginning.begun = True
         state = "finished"
     except (KeyboardInterrupt, SystemExit):
         state = "interrupted"
         raise
+    except ValueError as error:
+        if beginning.begun or "val_check_interval" not in str(error):
+            raise
+        raise UserError(
+            f"trainer.val_check_interval={cfg.trainer.val_check_interval} batches are more than "
+            f"the {trainer.num_training_batches} of an epoch; give fewer, or add "
+            "trainer.check_val_every_n_epoch=null to count through all epochs."
+        ) from error
+    except Diverged:
+        if cfg.optimizer.get("lr"):
+            lower = f" optimizer.lr={cfg.optimizer.lr / 10:g}"
+        raise
     finally:
         summary = summarize(trainer, folder, parameters, state, machine)
-        _close(trainer.loggers, state == "finished", trainer.global_step)
-        _write_summary(folder, summary)
-        if trainer.is_global_zero:
-            if state != "finished" and (folder / "checkpoints/last.ckpt").exists():
-                again = f"{typed('train')} {argument('resume', folder)}"
+        if beginning.begun and not trying:
+            _close(trainer.loggers, state == "finished", trainer.global_step)
+            _write_summary(folder, summary)
+            if trainer.is_global_zero and state != "finished" and (folder / LAST).exists():
+                again = f"{typed('train')} {argument('resume', folder)}{lower}"
                 print(f"to continue: {again}", file=sys.stderr)
-            if interruptible.preempted:
-                requeue_job()
-    if trainer.is_global_zero and resumed and resumed["step"] == trainer.global_step:
-        raise UserError(
-            f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
-            "train it further, for example trainer.max_epochs=40."
-        )
-    say_result(summary, folder)
+        if interruptible.preempted and trainer.is_global_zero:
+            requeue_job()
+    if trying:
+        say_tried(trying)
+    else:
+        say_result(summary, folder)
     return summary
+
+
+def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
+    """Refuse a run that has no step left to take, unless it never came to say so."""
+    if cfg.resume is None:
+        batches = f"trainer.limit_train_batches={cfg.trainer.get('limit_train_batches')}"
+        raise UserError(f"there is nothing to train with {limits(cfg)}, {batches}.")
+    summary = folder / "summary.json"
+    if summary.exists() and json.loads(summary.read_text())["state"] != "finished":
+        return
+    stopped = why_stopped(trainer)
+    if stopped:
+        raise UserError(
+            f"the run in {folder} was ended by early stopping ({stopped}); to train it further, "
+            "raise its patience, for example callbacks.early_stopping.patience=20."
+        )
+    raise UserError(
+        f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
+        "train it further, for example trainer.max_epochs=40."
+    )
 
 
 def quiet_lightning() -> None:
@@ -194,6 +255,9 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
+    # What differs from the run until now has been said, or begins afresh.
+    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to")
+    warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
     # Small data sets make short epochs; rows of the log then stand further apart than epochs.
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
     # A gradient scaler leaves out the first steps while its scale is too large; the schedule counts
@@ -202,8 +266,8 @@ def quiet_lightning() -> None:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    """Remove a run folder that holds only what Hydra has put there: no run has begun in it."""
-    if is_first_process() and {path.name for path in folder.iterdir()} <= {".hydra", "train.log"}:
+    """Remove a run folder that holds a log at most: no run has begun in it."""
+    if is_first_process() and {path.name for path in folder.iterdir()} <= {"train.log"}:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -297,17 +361,19 @@ def _trainer(
         )
     # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))
-    callbacks.extend(
-        made(node, f"callbacks.{name}", Callback)
+    named = {
+        f"callbacks.{name}": made(node, f"callbacks.{name}", Callback)
         for name, node in cfg.callbacks.items()
         if node and node.get("_target_")
-    )
+    }
+    callbacks.extend(named.values())
     progress = sys.stderr.isatty()
     if progress:
         callbacks.append(RichProgressBar())
     if options.get("limit_val_batches") == 0:
-        callbacks = [c for c in callbacks if not (isinstance(c, ModelCheckpoint) and c.monitor)]
+        callbacks = [c for c in callbacks if not _waits_for_validation(c)]
         callbacks.append(KeepUnvalidated())
+    _check_monitors(named, callbacks, validates=options.get("limit_val_batches") != 0)
     trainer: Trainer = instantiate(
         options,
         callbacks=callbacks,
@@ -317,6 +383,36 @@ def _trainer(
         plugins=[AtomicCheckpoints(), *plugins],
     )
     return trainer
+
+
+def _waits_for_validation(callback: Callback) -> bool:
+    monitor = callback.monitor if isinstance(callback, ModelCheckpoint) else None
+    return monitor is not None and monitor.startswith("val/")
+
+
+def _check_monitors(
+    named: Mapping[str, Callback], callbacks: Sequence[Callback], validates: bool
+) -> None:
+    """Refuse a callback that waits for a metric which nothing logs.
+
+    Not where a callback from elsewhere takes part, which may log anything.
+    """
+    logged = ["train/bits_per_dim", "val/bits_per_dim"][: 2 if validates else 1]
+    for callback in callbacks:
+        if not type(callback).__module__.startswith(("imagegen.", "pytorch_lightning.")):
+            return
+        logged += METRICS.get(type(callback), ())
+    for name, callback in named.items():
+        if not isinstance(callback, EarlyStopping | ModelCheckpoint) or callback not in callbacks:
+            continue
+        known = callback.monitor in (None, *logged) or str(callback.monitor).startswith("lr-")
+        if isinstance(callback, ModelCheckpoint):
+            known |= callback.monitor in ("step", "epoch")
+        if not known:
+            raise UserError(
+                f"{name}.monitor={callback.monitor} is not logged by this run; it logs "
+                f"{', '.join(logged)}."
+            )
 
 
 def _duration(text: str | None) -> timedelta | None:
@@ -336,8 +432,16 @@ def _duration(text: str | None) -> timedelta | None:
 
 
 @rank_zero_only
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+def _write_config(folder: Path, cfg: DictConfig, config: Mapping[str, Any]) -> None:
+    """Write what Hydra would have written before the run could be refused, and the resolved one."""
+    hydra = HydraConfig.get()
+    for name, content in (
+        (".hydra/config.yaml", cfg),
+        (".hydra/hydra.yaml", OmegaConf.create({"hydra": hydra})),
+        (".hydra/overrides.yaml", hydra.overrides.task),
+        ("config.yaml", OmegaConf.create(dict(config))),
+    ):
+        write_atomic(folder / name, OmegaConf.to_yaml(content))
 
 
 @rank_zero_only

@@ -36,6 +36,7 @@ def summarize(
         "seconds": 0.0,
         "images_per_second": None,
         "parameters": parameters,
+        "stopped_early": why_stopped(trainer),
         "machine": dict(machine),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -107,6 +108,8 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
         "parameters": f"{summary['parameters']:,}",
         "run folder": shown(folder),
     }
+    if summary["stopped_early"]:
+        rows["ended early"] = summary["stopped_early"]
     for name, value in rows.items():
         table.add_row(name, Text(value))  # not a string, in which rich reads [brackets] as markup
     Console().print(table)
@@ -119,6 +122,22 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
         f"  {typed('sample')} {run} task=complete\n"
         f"  {typed('evaluate')} {run} split=test"
     )
+
+
+@rank_zero_only
+def say_tried(batches: int) -> None:
+    """Print that a try of some batches, which keeps nothing, went well."""
+    print(
+        f"tried {batches} {'batch' if batches == 1 else 'batches'} of training and of validation "
+        "without an error; nothing is kept (trainer.fast_dev_run)"
+    )
+
+
+def why_stopped(trainer: Trainer) -> str | None:
+    """Why early stopping has ended the run; None if it has not."""
+    messages = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
+    said = next((message for message in messages if message), None)
+    return said and said.removesuffix(". Signaling Trainer to stop.")
 
 
 def limits(cfg: DictConfig) -> str:

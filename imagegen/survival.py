@@ -12,6 +12,8 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 
+from imagegen.processes import Diverged
+
 
 class FirstCheckpoint(Callback):
     """Writes a checkpoint before the first step, so that a run killed early is resumed as well.
@@ -34,19 +36,21 @@ class WholeSteps(Callback):
 
     From the moment that the optimizer moves the weights until the next step begins, or while
     gradients wait for the batches to come, an error (a second Ctrl-C, a callback that fails) leaves
-    the last checkpoint as it was: resumed, it takes the very steps again.
+    the last checkpoint as it was: resumed, it takes the very steps again. So does an error before
+    the first step, and a model that has diverged: its last weights may be what it diverges from.
     """
 
     def __init__(self) -> None:
         self._checkpoints: list[ModelCheckpoint] = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the checkpoints that errors write."""
         self._checkpoints = [
             callback
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint) and callback.save_on_exception
         ]
+        self._allow(False)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -65,6 +69,13 @@ class WholeSteps(Callback):
     ) -> None:
         """Nor while gradients wait."""
         self._allow(False)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Nor is what has diverged kept."""
+        if isinstance(exception, Diverged):
+            self._allow(False)
 
     def _allow(self, allowed: bool) -> None:
         for checkpoint in self._checkpoints:

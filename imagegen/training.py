@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pytorch_lightning import LightningModule
+from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities import GradClipAlgorithmType
@@ -13,9 +14,13 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from imagegen.data.loading import Batch
+from imagegen.errors import UserError
 from imagegen.model import ImageTransformer
 from imagegen.optimizers import OptimizerFactory, build_optimizer
-from imagegen.schedules import training_progress
+from imagegen.schedules import TrainingProgress
+
+PROGRESS = "schedule"
+"""Where a checkpoint keeps `TrainingProgress.state_dict`."""
 
 
 @runtime_checkable
@@ -48,6 +53,9 @@ class ImageModule(LightningModule):
         self.model = model
         self.optimizer_factory = optimizer
         self.schedule = schedule
+        self._optimizer_options: list[dict[str, Any]] = []
+        self._progress: TrainingProgress | None = None
+        self._restored: dict[str, float] | None = None
         # By default, what is no number would be left out.
         self.val_bits_per_dim = MeanMetric(nan_strategy="disable")
 
@@ -107,11 +115,26 @@ class ImageModule(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer, and the schedule stepped with it."""
+        """The optimizer, and the schedule stepped with it.
+
+        Raises:
+            UserError: for a schedule that needs an end where the training has none.
+        """
         optimizer = build_optimizer(self.optimizer_factory, self.model)
+        self._optimizer_options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
         if self.schedule is None:
             return optimizer
-        schedule, progress = self.schedule, training_progress(self.trainer)
+        schedule = self.schedule
+        self._progress = progress = TrainingProgress(self.trainer)
+        if progress.endless and len({schedule.factor(share) for share in (0.0, 0.5, 1.0)}) > 1:
+            raise UserError(
+                f"the schedule {type(schedule).__name__} follows the training to its end, but this "
+                "training has none; limit it with trainer.max_epochs, trainer.max_steps or "
+                "trainer.max_time, or choose scheduler=constant."
+            )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: schedule.factor(progress(step))
         )
@@ -119,6 +142,35 @@ class ImageModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add how many steps an epoch has."""
+        if self._progress is not None:
+            checkpoint[PROGRESS] = self._progress.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the weights that were trained where those of a moving average stand beside them."""
+        self._restored = checkpoint.get(PROGRESS)
+        averaged = [c for c in self.trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+        if not averaged and "current_model_state" in checkpoint:
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
+
+    def on_train_start(self) -> None:
+        """Give a resumed optimizer, which keeps its moments, the options of this run."""
+        if self.trainer.ckpt_path is None:
+            return
+        groups = self.trainer.optimizers[0].param_groups
+        for group, options in zip(groups, self._optimizer_options, strict=True):
+            group.update(options, initial_lr=options["lr"])
+        if self._progress is None:
+            return
+        scheduler: Any = self.trainer.lr_scheduler_configs[0].scheduler
+        if self._restored is not None:
+            self._progress.load_state_dict(self._restored, scheduler.last_epoch)
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in groups]
 
 
 def _unscales(optimizer: torch.optim.Optimizer) -> bool:

@@ -152,6 +152,16 @@ class TrainOrder(DistributedSampler[int]):
         self._restored = dict(state)
         self._restored_epoch = None
 
+    def check_restored(self) -> None:
+        """Refuse to continue a half-done epoch of another order, before the first batch is fetched.
+
+        Raises:
+            UserError: if images, batch size, processes or seed are others than in the checkpoint.
+        """
+        restored = self._restored
+        if restored is not None and 0 < self.batches_done() < restored["batches"]:
+            self._check_identity(restored)
+
     def _check_identity(self, restored: dict[str, int]) -> None:
         for name, value in self._identity.items():
             if restored[name] != value:
