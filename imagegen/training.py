@@ -69,7 +69,11 @@ class ImageModule(LightningModule):
         # Each process has a share of the batch; one alone would report its own.
         several = self.trainer.world_size > 1
         self.log(
-            "train/bits_per_dim", loss, prog_bar=True, batch_size=len(images), sync_dist=several
+            "train/bits_per_dim",
+            loss,
+            prog_bar=self._shows_progress,
+            batch_size=len(images),
+            sync_dist=several,
         )
         return loss
 
@@ -77,7 +81,17 @@ class ImageModule(LightningModule):
         """Adds the bits/dim of each image, so that every image weighs the same."""
         images = batch["images"]
         self.val_bits_per_dim.update(self.model.bits_per_dim(images, batch.get("labels")))
-        self.log("val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images))
+        self.log(
+            "val/bits_per_dim",
+            self.val_bits_per_dim,
+            prog_bar=self._shows_progress,
+            batch_size=len(images),
+        )
+
+    @property
+    def _shows_progress(self) -> bool:
+        """Whether there is a progress bar: Lightning reads back what it would show there."""
+        return self.trainer.progress_bar_callback is not None
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None

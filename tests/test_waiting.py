@@ -103,7 +103,6 @@ def test_a_step_reads_one_number_back(
         assert step == {"on_before_optimizer_step": 1}
 
 
-@pytest.mark.xfail(strict=True, reason="training.py logs the loss for a bar even without one")
 def test_without_a_progress_bar_the_loss_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
