@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torchgen
 import yaml
@@ -190,6 +191,10 @@ class Simulation(TorchFunctionMode):
     def __enter__(self) -> Simulation:
         Simulation.current = self
         self._patches.enter_context(_autocast_on_cpu(self.kind))
+        if self.kind == "cuda":
+            patch = self._patches.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0 if self.reads_allowed else 2)
+            patch.setattr(torch.cuda, "set_sync_debug_mode", self._set_sync_debug_mode)
         super().__enter__()
         return self
 
@@ -197,6 +202,9 @@ class Simulation(TorchFunctionMode):
         super().__exit__(*error)
         self._patches.close()
         Simulation.current = None
+
+    def _set_sync_debug_mode(self, mode: int | str) -> None:
+        self.reads_allowed = mode not in (2, "error")
 
     @contextlib.contextmanager
     def without_reads(self) -> Iterator[None]:

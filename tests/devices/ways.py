@@ -38,7 +38,7 @@ from imagegen.model import ImageTransformer
 from imagegen.muon import Muon
 from imagegen.spec import ImageSpec
 from imagegen.training import ImageModule
-from imagegen.verify_checks import all_checks
+from imagegen.verify_checks import GROWING, all_checks
 from tests.attention.test_contract import cases as attentions
 from tests.devices.simulated import Simulation
 
@@ -203,12 +203,20 @@ def completions(model: ImageTransformer) -> Any:
 @contextlib.contextmanager
 def _as_long_ones(model: ImageTransformer) -> Iterator[None]:
     """Short sequences are drawn as long ones are: on a GPU by its recorded steps, unrecorded."""
+    made: list[graph.GraphDecoder] = []
+    kind, decoder = model.device.type, graph.GraphDecoder
+
+    def unrecorded(model: ImageTransformer) -> graph.GraphDecoder:
+        made.append(decoder(model, record=False))
+        return made[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        if model.device.type != "cpu":
+        if kind != "cpu":
             patch.setattr(decode, "SHORTEST", 1)
-            decoder = graph.GraphDecoder
-            patch.setattr(graph, "GraphDecoder", lambda model: decoder(model, record=False))
+            patch.setattr(graph, "GraphDecoder", unrecorded)
         yield
+    grows = any(isinstance(module, GROWING) for module in model.modules())
+    assert bool(made) == (kind == "cuda" and not grows)
 
 
 @way(OF_HEADS)
