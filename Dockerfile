@@ -27,21 +27,22 @@ ENV HOME=/tmp USER=imagegen PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
 RUN pip install --no-cache-dir uv==0.13.9 && uv venv /opt/venv
 ENV VIRTUAL_ENV=/opt/venv UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1
 # Only what decides on the dependencies, so that a change of the code does not install them again.
-COPY pyproject.toml constraints.txt LICENSE ./
-COPY imagegen/__init__.py imagegen/
+COPY pyproject.toml constraints.txt ./
 
 FROM base AS cpu
-RUN uv pip install --torch-backend=cpu --constraint constraints.txt --editable '.[tensorboard]'
+RUN uv pip install --torch-backend=cpu --constraint constraints.txt \
+    -r pyproject.toml --extra tensorboard
 
 FROM base AS cuda
-RUN uv pip install --constraint constraints.txt --editable '.[tensorboard]'
+RUN uv pip install --constraint constraints.txt -r pyproject.toml --extra tensorboard
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM ${DEVICE}
 COPY conf conf
 COPY imagegen imagegen
-COPY train.py sample.py ./
-RUN useradd --uid 1000 --no-create-home --home-dir /tmp imagegen \
+COPY train.py sample.py LICENSE ./
+RUN uv pip install --no-deps --editable . \
+    && useradd --uid 1000 --no-create-home --home-dir /tmp imagegen \
     && mkdir data outputs && chown imagegen: data outputs && chmod 1777 data outputs
 USER imagegen
 VOLUME ["/app/data", "/app/outputs"]

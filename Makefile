@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/installed
 INSTALLED_TEST := $(VENV)/installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format lock clean
+.PHONY: help install demo test test-slow matrix gpu lint format lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -57,9 +57,15 @@ test: lint ## check everything: linter, formatter, types, tests
 test-slow: $(INSTALLED_TEST) ## the tests that take more than a few seconds
 	$(with_data) $(PY) -m pytest -m slow
 
+gpu: $(INSTALLED_TEST) ## all that needs a CUDA GPU: checks and measurements in 12 minutes (OUT=folder)
+	$(with_data) $(PY) benchmarks/gpu.py $(if $(OUT),--out "$(OUT)") $(if $(DEVICE),--device $(DEVICE))
+
 # Real data, where a checkout of it lies beside this one; tests that need it are skipped otherwise.
 with_data = if [ -z "$$IMAGEGEN_SHARED_DATA" ] && [ -d ../shared/data ]; then \
 	export IMAGEGEN_SHARED_DATA="$$(cd ../shared/data && pwd)"; fi;
+
+matrix: ## the tests with other Pythons, the lowest and the newest versions (ROWS="3.10 lowest")
+	$(with_data) $(PYTHON) benchmarks/matrix.py --workers $(TEST_WORKERS) $(ROWS)
 
 lint: $(INSTALLED_TEST) ## linter, formatter and types only
 	$(PY) -m ruff check .
@@ -77,5 +83,5 @@ lock: $(INSTALLED_TEST) ## refresh constraints.txt from pyproject.toml (UPGRADE=
 	  --output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, the demo and caches; trained runs (outputs/) and data stay
-	rm -rf $(VENV) demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

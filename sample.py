@@ -1,19 +1,8 @@
 """Draw images from a checkpoint, or complete partial ones: `python sample.py --help`."""
 
-from __future__ import annotations
+from imagegen.sample import main
 
-from omegaconf import DictConfig
-
-from imagegen.cli import hydra_entry
-
-
-@hydra_entry("sample")
-def main(config: DictConfig) -> None:
-    """Draw into the folder `out`."""
-    from imagegen.sampling import run
-
-    run(config)
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
     main()

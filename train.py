@@ -1,29 +1,8 @@
 """Train an autoregressive image model: `python train.py --help`."""
 
-from __future__ import annotations
+from imagegen.train import command, main
 
-from omegaconf import DictConfig
-
-from imagegen.cli import hydra_entry
-from imagegen.heap import keep_freed_memory
-from imagegen.processes import require_one_folder
-from imagegen.resume import refuse_used_folder, rewrite_resume
-
-
-def rewrite(argv: list[str]) -> list[str]:
-    """The arguments typed, with what `resume=` stands for."""
-    return require_one_folder(rewrite_resume(argv))
-
-
-@hydra_entry("train", rewrite=rewrite, check=refuse_used_folder)
-def main(config: DictConfig) -> float | None:
-    """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
-    from imagegen.run import train
-
-    best: float | None = train(config)["best_bits_per_dim"]
-    return best
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
-    keep_freed_memory()
-    main()
+    command()

@@ -74,7 +74,7 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
     from imagegen.build import build
     from imagegen.cli import compose
     from imagegen.data.base import ImageDataset
-    from imagegen.generate import generate
+    from imagegen.generation import generate
     from imagegen.heap import keep_freed_memory
     from imagegen.model import ImageTransformer
     from imagegen.model_options import model_options

@@ -7,9 +7,42 @@ from typing import Any
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import WeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from imagegen.errors import UserError
+
+
+class _Average(AveragedModel):
+    """The exponential moving average of `WeightAverage`, on the device of the training.
+
+    The count of updates stays on the CPU. PyTorch's own update has it on the device and reads it
+    back several times in each step.
+
+    Args:
+        model: the weights to begin with.
+        device: of the training; the model may not be there yet.
+        decay: see `WeightAverage`.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, decay: float) -> None:
+        super().__init__(model)
+        self.module.to(device)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Move towards the weights of a model; its buffers are copied."""
+        averaged: list[Tensor] = [*self.module.parameters()]
+        current: list[Tensor] = [*model.parameters()]
+        t = int(self.n_averaged)
+        if t:
+            torch._foreach_lerp_(averaged, current, 1 - min(self.decay, (1 + t) / (10 + t)))
+        else:
+            torch._foreach_copy_(averaged, current)
+        for own, other in zip(self.module.buffers(), model.buffers(), strict=True):
+            own.copy_(other)
+        self.n_averaged += 1
 
 
 class WeightAverage(WeightAveraging):
@@ -30,13 +63,15 @@ class WeightAverage(WeightAveraging):
     def __init__(self, decay: float) -> None:
         if not 0 <= decay < 1:
             raise UserError(f"callbacks.ema.decay={decay} must be at least 0 and below 1, or null.")
-
-        def average(averaged: list[Tensor], current: list[Tensor], updates: Tensor | int) -> None:
-            t = int(updates)
-            torch._foreach_lerp_(averaged, current, 1 - min(decay, (1 + t) / (10 + t)))
-
-        super().__init__(use_buffers=False, multi_avg_fn=average)
+        super().__init__()
+        self.decay = decay
         self._shows_average = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin the average, where a training begins."""
+        if stage == "fit":
+            device = trainer.strategy.root_device
+            self._average_model = _Average(pl_module, device, self.decay)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)

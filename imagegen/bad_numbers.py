@@ -1,13 +1,14 @@
-"""What happens when a loss or a gradient is no number: it never goes unnoticed."""
+"""What happens when a loss or a gradient is not a number: it never goes unnoticed."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 
 from imagegen.errors import UserError
 from imagegen.processes import Diverged
@@ -21,7 +22,16 @@ class BadNumbers(Callback):
 
     `stop` ends the run before the weights are touched. `skip` leaves the step out, weights and
     optimizer as they are, counts it as `train/skipped_steps`, says so, and stops all the same after
-    ten in a row. A validation that is no number stops the run.
+    ten in a row. A validation that is not a number stops the run.
+
+    Whether the norm of all gradients is finite is the one number of an optimizer step that the
+    program reads back from the device. A GPU then has no work until the program has told it the
+    next, and that is the price of a stop before the weights are touched: an optimizer cannot be
+    told on the device to leave a step out, except those of PyTorch with `fused=True`.
+
+    In `16-mixed` the gradient scaler itself leaves out steps whose gradients overflow, and halves
+    the scale of the loss. Such a step counts as a bad one only where the loss is not a number
+    either, or where the scale has come down to 1 and gradients still overflow.
 
     Args:
         policy: `stop` or `skip`.
@@ -38,7 +48,8 @@ class BadNumbers(Callback):
         self.folder = folder
         self.skipped = 0
         self._in_a_row = 0
-        self._indices: list[int] = []
+        self._indices: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The count, so that a resumed run goes on with it."""
@@ -51,34 +62,46 @@ class BadNumbers(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember which images the step is about."""
-        self._indices = batch["indices"].tolist()
+        """Remember, on the device, which images the step is about."""
+        self._indices.append(batch["indices"])
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Remember the losses of the step."""
+        self._losses.append(loss.detach())
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Stop, or leave the step out, where a gradient is not finite."""
-        if trainer.precision == "16-mixed":
-            # Infinite gradients belong to the search for a loss scale, which leaves such steps out.
-            return
+        indices, self._indices = self._indices, []
+        losses, self._losses = self._losses, []
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        # One number to look at, whatever the number of parameters.
-        finite = bool(torch.nn.utils.get_total_norm(gradients).isfinite())
-        # Processes share their gradients, but FSDP leaves each of them a part only.
-        if trainer.strategy.reduce_boolean_decision(finite):
+        # One number to look at, whatever the number of parameters and of processes, which share
+        # their gradients, but of which FSDP leaves each of them a part only.
+        norm = torch.nn.utils.get_total_norm(gradients).to(pl_module.device)
+        norm = cast(Tensor, trainer.strategy.reduce(norm, reduce_op="sum"))
+        if norm.isfinite():
             self._in_a_row = 0
             return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            finite = bool(torch.stack(losses).isfinite().all())
+            if trainer.strategy.reduce_boolean_decision(finite) and scaler.get_scale() > 1:
+                return
         what = (
             f"the loss or a gradient is not a number at step {trainer.global_step + 1}, with the "
-            f"training images {self._all_indices(trainer)}"
+            f"training images {_all_indices(trainer, indices)}"
         )
         self.skipped += 1
         self._in_a_row += 1
         if self.policy == "stop" or self._in_a_row >= MOST_IN_A_ROW:
             again = "" if self.policy == "stop" else f", for the {self._in_a_row}th time in a row"
+            wider = "" if scaler is None else "choose trainer.precision=bf16-mixed, "
             raise Diverged(
                 f"{what}{again}; the weights are as before, {self._last_good()}. Lower "
-                "optimizer.lr, or leave such steps out with on_nan=skip."
+                f"optimizer.lr, {wider}or leave such steps out with on_nan=skip."
             )
         # An optimizer passes over parameters without a gradient.
         for parameter in pl_module.parameters():
@@ -95,14 +118,6 @@ class BadNumbers(Callback):
                 f"the model has diverged, {self._last_good()}. Lower optimizer.lr."
             )
 
-    def _all_indices(self, trainer: Trainer) -> list[int]:
-        """The images of the step in all processes."""
-        if trainer.world_size == 1:
-            return self._indices
-        found: list[list[int]] = [[]] * trainer.world_size
-        torch.distributed.all_gather_object(found, self._indices)
-        return [index for indices in found for index in indices]
-
     def _last_good(self) -> str:
         checkpoint = self.folder / "checkpoints" / "best.ckpt"
         if checkpoint.exists():
@@ -110,6 +125,16 @@ class BadNumbers(Callback):
         if (last := checkpoint.with_name("last.ckpt")).exists():
             return f"and the last checkpoint is {last}"
         return "and no checkpoint has been written yet"
+
+
+def _all_indices(trainer: Trainer, batches: list[Tensor]) -> list[int]:
+    """The images of these batches, in all processes."""
+    own = torch.cat(batches).tolist()
+    found: list[list[int]] = [own]
+    if trainer.world_size > 1:
+        found *= trainer.world_size
+        torch.distributed.all_gather_object(found, own)
+    return [index for indices in found for index in indices]
 
 
 @rank_zero_only

@@ -18,7 +18,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.cli import is_first_process
 from imagegen.durations import format_seconds
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
 from imagegen.normalizer_watch import METRIC, NormalizerWatch

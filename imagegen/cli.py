@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import imagegen
 from imagegen.errors import UserError
+from imagegen.installation import IN_CLONE, PACKAGE, PROJECT_ROOT, typed
 from imagegen.machine import prepare, spin_briefly
 from imagegen.report import report
 
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
 else:  # Annotations are checked in tests; omegaconf is not to be imported for them.
     DictConfig = Any
 
-PROJECT_ROOT = Path(imagegen.__file__).resolve().parent.parent
-"""The folder that holds conf/, data/ and outputs/."""
-
 VERSION_BASE = "1.3"
 
 
 def register_resolvers() -> None:
-    """Make `${project_root:}` known to OmegaConf."""
+    """Make `${project_root:}` and, for helps, `${typed:COMMAND}` known to OmegaConf."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("project_root", lambda: str(PROJECT_ROOT), replace=True)
+    OmegaConf.register_new_resolver("typed", typed, replace=True)
 
 
 def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -150,12 +148,12 @@ def _run_hydra(
 ) -> None:
     import hydra
 
-    typed = os.environ.get("HYDRA_FULL_ERROR")
+    before = os.environ.get("HYDRA_FULL_ERROR")
 
     @functools.wraps(main)
     def task(cfg: DictConfig) -> Any:
         # The environment is as the user set it while `main` and the processes it starts run.
-        with _environment("HYDRA_FULL_ERROR", typed):
+        with _environment("HYDRA_FULL_ERROR", before):
             try:
                 prepare()
                 return main(cfg)
@@ -170,7 +168,7 @@ def _run_hydra(
 
     # Hydra would print its errors and exit; with this set it raises them.
     with _environment("HYDRA_FULL_ERROR", "1"):
-        run = hydra.main(str(_conf()), config_name=config_name, version_base=VERSION_BASE)
+        run = hydra.main(str(conf_folder()), config_name=config_name, version_base=VERSION_BASE)
         try:
             run(task)()
         except ValueError as error:
@@ -199,14 +197,16 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
             f"{unknown[0]!r} is not understood; options are typed key=value, together in one "
             "place, and --help lists them."
         )
-    elsewhere = args.config_dir or args.config_path or args.experimental_rerun
+    elsewhere = args.config_path or args.experimental_rerun
     if elsewhere or args.shell_completion or args.hydra_help:
         return bool(args.multirun)
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        raise UserError(f"--config-dir {args.config_dir}: there is no such folder.")
 
     from imagegen.output import ensure_writable
     from imagegen.overrides import check_overrides, check_values
 
-    with _hydra_ready():
+    with _hydra_ready(args.config_dir):
         multirun = bool(args.multirun) or "hydra.mode=MULTIRUN" in args.overrides
         config_name = args.config_name or config_name
         configs = check_overrides(config_name, args.overrides, multirun)
@@ -227,20 +227,36 @@ def _refuse_flags(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _hydra_ready() -> Iterator[None]:
+def _hydra_ready(config_dir: str | None = None) -> Iterator[None]:
     from hydra import initialize_config_dir
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
 
     register_resolvers()
-    with initialize_config_dir(str(_conf()), version_base=VERSION_BASE):
+    with initialize_config_dir(str(conf_folder()), version_base=VERSION_BASE):
+        if config_dir is not None:
+            # As Hydra does for its flag --config-dir, which its functions do not take.
+            loader: Any = GlobalHydra.instance().config_loader()
+            loader.config_search_path.prepend(
+                provider="command-line",
+                path=f"file://{Path(config_dir).absolute()}",
+                anchor=SearchPathQuery(provider="schema"),
+            )
+            loader.repository.initialize_sources(loader.config_search_path)
         yield
 
 
-def _conf() -> Path:
-    conf = PROJECT_ROOT / "conf"
+def conf_folder() -> Path:
+    """The folder of the configuration: conf/ of the clone, or that in the installed package.
+
+    Raises:
+        UserError: where it is missing.
+    """
+    conf = (PROJECT_ROOT if IN_CLONE else PACKAGE) / "conf"
     if not conf.is_dir():
         raise UserError(
-            f"the folder {conf} is missing; run imagegen from a clone of its repository, "
-            "installed with `make install` or `pip install -e .`."
+            f"the folder {conf} is missing, so this installation is incomplete; install imagegen "
+            "again, from a clone of its repository."
         )
     return conf
 

@@ -1,8 +1,10 @@
 """Store images as the model's likelihoods allow: `python -m imagegen.codec compress|decompress`.
 
-A file is a header of 28 bytes, little-endian, then the code of `imagegen.coding`: "IGC" and a byte
-for the format's version, the CRC-32 of all that follows it, the number of images (32 bits), the
-first 8 bytes each of the SHA-256 of the checkpoint and of the images' levels. Format 1 had no CRC.
+A file is a header, little-endian, then the code of `imagegen.coding`: "IGC" and a byte for the
+format's version, the CRC-32 of all that follows it, the number of images (32 bits), the first 8
+bytes each of the SHA-256 of the checkpoint and of the images' levels, and what rounded (see
+`imagegen.machine.rounding`), UTF-8 after its length in one byte. Format 1 had no CRC, and neither 1
+nor 2 said what rounded.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from jaxtyping import UInt8, UInt32
 from imagegen import options as opt
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
+from imagegen.machine import rounding
 from imagegen.output import ensure_writable, staged_folder, write_atomic
 from imagegen.progress import image_progress
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-MAGIC, FORMAT_VERSION = b"IGC", 2
+MAGIC, FORMAT_VERSION = b"IGC", 3
 PREFIX, CRC, REST = struct.Struct("<3sB"), struct.Struct("<I"), struct.Struct("<I8s8s")
 SPLITS = ("train", "val", "test")
 USAGE = """\
@@ -62,7 +65,8 @@ def compress(config: Mapping[str, Any]) -> Path:
     limit = opt.optional_whole_number(config["limit"], "limit", 1)
     resize = opt.flag(config["resize"], "resize")
     split = opt.choice(config["split"], "split", SPLITS)
-    source = load_source(opt.checkpoint_path(config["ckpt"]), opt.resolve_device(config["device"]))
+    device = opt.resolve_device(config["device"])
+    source = load_source(opt.checkpoint_path(config["ckpt"]), device)
     model = source.loaded.model
     if config["images"] is None:
         dataset = opt.dataset_of(source.loaded.metadata, config["dataset"], model.spec)
@@ -73,7 +77,9 @@ def compress(config: Mapping[str, Any]) -> Path:
     with image_progress("compressing", len(images)) as advance:
         words = encode(model, images, advance)
     code = words.astype("<u4").tobytes()
-    rest = REST.pack(len(images), bytes.fromhex(source.sha256)[:8], _checksum(images)) + code
+    place = rounding(device).encode()[:255]
+    rest = REST.pack(len(images), bytes.fromhex(source.sha256)[:8], _checksum(images))
+    rest += bytes([len(place)]) + place + code
     content = PREFIX.pack(MAGIC, FORMAT_VERSION) + CRC.pack(zlib.crc32(rest)) + rest
     write_atomic(out, content)
     size = len(content)
@@ -103,8 +109,9 @@ def decompress(config: Mapping[str, Any]) -> Path:
         if config[name] is None:
             raise UserError(f"{name} is missing; add {name}=… (--help lists the options).")
     path, out = opt.one_path(config["file"], "file"), opt.one_path(config["out"], "out")
-    n, checkpoint, images_checksum, words = read_code(path)
-    source = load_source(opt.checkpoint_path(config["ckpt"]), opt.resolve_device(config["device"]))
+    n, checkpoint, images_checksum, place, words = read_code(path)
+    device = opt.resolve_device(config["device"])
+    source = load_source(opt.checkpoint_path(config["ckpt"]), device)
     # Before the number of images is believed, which no CRC vouches for in format 1.
     if bytes.fromhex(source.sha256)[:8] != checkpoint:
         raise UserError(
@@ -112,13 +119,20 @@ def decompress(config: Mapping[str, Any]) -> Path:
             f"{checkpoint.hex()}; name that one in ckpt=."
         )
     model = source.loaded.model
+    here = rounding(device)
+    if place not in (None, here):
+        print(
+            f"{path} was written on {place}; this is {here}, which may round otherwise",
+            file=sys.stderr,
+        )
     with staged_folder(out, owned=[f"{index:05d}.png" for index in range(n)]) as folder:
         with image_progress("decompressing", n) as advance:
             images = decode(model, words, n, advance)
         if _checksum(images) != images_checksum:
             raise UserError(
-                f"the images of {path} do not come back: the file is damaged, or this machine and "
-                "version of PyTorch round otherwise than those that wrote it."
+                f"the images of {path} do not come back: it was written on "
+                f"{place or 'an unknown machine'} and this is {here}, which rounds otherwise, or "
+                "the file is damaged; decompress it where it was written."
             )
         for index, image in enumerate(to_display(images, model.spec.levels)):
             (folder / f"{index:05d}.png").write_bytes(encode_png(image))
@@ -126,8 +140,12 @@ def decompress(config: Mapping[str, Any]) -> Path:
     return out
 
 
-def read_code(path: Path) -> tuple[int, bytes, bytes, UInt32[np.ndarray, " words"]]:
-    """Number of images, checksums of checkpoint and images, and code of what `compress` wrote.
+def read_code(path: Path) -> tuple[int, bytes, bytes, str | None, UInt32[np.ndarray, " words"]]:
+    """What `compress` wrote.
+
+    Returns:
+        the number of images, checksums of checkpoint and images, what rounded (None in formats
+        before 3), and the code.
 
     Raises:
         UserError: for a file that cannot be read, is none of ours, is newer, or is damaged.
@@ -152,13 +170,16 @@ def read_code(path: Path) -> tuple[int, bytes, bytes, UInt32[np.ndarray, " words
         # Before the number of images is believed.
         if crc != zlib.crc32(rest):
             raise UserError(f"{path} is damaged: it was cut off or changed.")
-    if len(rest) < REST.size or (len(rest) - REST.size) % 4:
-        raise UserError(f"{path} is damaged: it was cut off.")
+    named, code = version > 2, rest[REST.size :]
+    end = 1 + code[0] if named and code else 0
+    if len(rest) < REST.size or len(code) < end or (len(code) - end) % 4:
+        raise UserError(f"{path} is damaged: it was cut off or changed.")
     n, checkpoint, images = REST.unpack_from(rest)
     if not n:
         raise UserError(f"{path} is damaged: it holds no image.")
-    code = rest[REST.size :]
-    return n, checkpoint, images, np.frombuffer(code, dtype="<u4").astype(np.uint32)
+    place = code[1:end].decode(errors="replace") if named else None
+    words = np.frombuffer(code[end:], dtype="<u4").astype(np.uint32)
+    return n, checkpoint, images, place, words
 
 
 def _checksum(images: UInt8[np.ndarray, "n h w c"]) -> bytes:
@@ -166,18 +187,20 @@ def _checksum(images: UInt8[np.ndarray, "n h w c"]) -> bytes:
 
 
 @hydra_entry("compress")
-def _compress(config: DictConfig) -> None:
+def compress_main(config: DictConfig) -> None:
+    """Command-line entry of `compress`."""
     compress(config)
 
 
 @hydra_entry("decompress")
-def _decompress(config: DictConfig) -> None:
+def decompress_main(config: DictConfig) -> None:
+    """Command-line entry of `decompress`."""
     decompress(config)
 
 
 def main() -> None:
     """Command-line entry: the first word says which way."""
-    ways = {"compress": _compress, "decompress": _decompress}
+    ways = {"compress": compress_main, "decompress": decompress_main}
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("--help", "-h"):
         print(USAGE)

@@ -17,7 +17,9 @@ import torch
 from jaxtyping import Float, Integer, UInt8, UInt32
 
 from imagegen.errors import UserError
-from imagegen.generate import ROW_GROUP
+from imagegen.float64 import to_float64
+from imagegen.generation import ROW_GROUP
+from imagegen.installation import pip_install
 from imagegen.model import ImageTransformer
 
 BATCH = 64
@@ -35,7 +37,9 @@ def encode(
     """The code of the images, in order.
 
     Args:
-        model: steps through the images on the device it lies on, in eval mode.
+        model: steps through the images on its device, in eval mode; their probabilities are
+            computed in float64, on its `float64_device`. The code can be read on the same kind of
+            device only.
         images: levels.
         progress: called with the (fractional) number of images done since the last call.
 
@@ -113,19 +117,20 @@ def _walk_batch(
     length, per_step = model.raster.length, model.raster.values_per_step
     parameters, state = model.step(None, model.initial_state(filled))
     for step in range(length):
-        given = torch.zeros(filled, 0, dtype=torch.int64, device=model.device)
+        exact = to_float64(parameters)
+        given = torch.zeros(filled, 0, dtype=torch.int64, device=exact.device)
         for value in range(per_step):
-            log_probabilities = model.head.log_probabilities(parameters.double(), given)
+            log_probabilities = model.head.log_probabilities(exact, given)
             probabilities = log_probabilities[:count].exp().float().cpu().numpy()
             known = torch.zeros(filled, 1, dtype=torch.int64)
             known[:count, 0] = torch.from_numpy(
                 code(probabilities, rows, step * per_step + value).astype(np.int64)
             )
-            given = torch.cat([given, known.to(model.device)], dim=1)
+            given = torch.cat([given, known.to(given.device)], dim=1)
         if progress:
             progress(count / length)
         if step + 1 < length:
-            parameters, state = model.step(given.byte(), state)
+            parameters, state = model.step(given.byte().to(model.device), state)
 
 
 def _constriction() -> Any:
@@ -133,6 +138,7 @@ def _constriction() -> Any:
         import constriction
     except ImportError as error:
         raise UserError(
-            "the codec needs the package constriction; install it with pip install -e '.[codec]'."
+            "the codec needs the package constriction; install it with "
+            f"{pip_install('codec', 'constriction')}."
         ) from error
     return constriction

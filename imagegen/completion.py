@@ -142,7 +142,7 @@ class Completions:
         self, chosen: Sequence[tuple[int, int]], progress: Callable[[float], None]
     ) -> Iterator[tuple[Sequence[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
         """The completions chosen (0..255), as they are finished."""
-        from imagegen.generate import draw_completions
+        from imagegen.generation import draw_completions
 
         for pairs, levels in draw_completions(
             self.model,

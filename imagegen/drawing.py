@@ -16,6 +16,7 @@ from torch import Tensor
 
 from imagegen.decode import Decoder, choose_decoder
 from imagegen.errors import UserError
+from imagegen.float64 import float64_device
 from imagegen.heads.controls import Controls
 from imagegen.machine import limited_threads
 from imagegen.model import NO_LABEL, ImageTransformer, ModelState
@@ -105,7 +106,10 @@ class Drawing:
         return 1 if self.controls.guidance == 1 else 2
 
     def labels_of(self, images: Sequence[int], rows: int) -> Int64[Tensor, "b"] | None:
-        """Labels of the images, repeated to fill the rows, then those of the second half."""
+        """Labels of the images, repeated to fill the rows, then those of the second half.
+
+        They are on the CPU.
+        """
         if self.labels is None:
             return None
         own = np.resize([self.labels[image % len(self.labels)] for image in images], rows)
@@ -144,6 +148,13 @@ def continue_sequences(
 
     There may be more rows than streams of random numbers; the rows beyond are dropped. With
     guidance, the second half of the rows is the first without labels.
+
+    Args:
+        model: on any device, which is that of all tensors here.
+        parameters: the distribution of the next step.
+        state: after that step.
+        streams: of random numbers, one for each sequence to draw: image and stream.
+        drawing: see `Drawing`.
     """
     first = state.position - 1
     steps = model.raster.length - first
@@ -151,7 +162,7 @@ def continue_sequences(
     uniforms = noise(model, drawing.seed, streams, first, rows)
     if drawing.decoder is not None:
         return _continue_compiled(drawing.decoder, parameters, state, uniforms, streams, drawing)
-    numbers = torch.from_numpy(uniforms).to(parameters.device)
+    numbers = torch.from_numpy(uniforms).to(float64_device(parameters.device))
     sequence = torch.empty(
         rows, steps, model.raster.values_per_step, dtype=torch.uint8, device=parameters.device
     )
@@ -180,15 +191,18 @@ def _continue_compiled(
     streams: Sequence[tuple[int, int]],
     drawing: Drawing,
 ) -> UInt8[Tensor, "b n s"]:
-    """`_continue` by compiled code, which needs no rows beyond those that are asked for."""
+    """`continue_sequences` by compiled code, which needs no rows beyond those that are kept.
+
+    The decoder takes and gives arrays; what comes and goes here is on the model's device.
+    """
     first, count, recent = state.position - 1, len(streams), state.recent
     values = recent.shape[-1]
     sequence = np.zeros((count, first + uniforms.shape[1], values), dtype=np.uint8)
     known = min(first, recent.shape[1])
     if known:
-        sequence[:, first - known : first] = recent[:count, recent.shape[1] - known :].numpy()
+        sequence[:, first - known : first] = recent[:count, -known:].cpu().numpy()
     decoder.draw(state, parameters, sequence, uniforms, drawing.controls, drawing.progress)
-    return torch.from_numpy(sequence[:, first:])
+    return torch.from_numpy(sequence[:, first:]).to(parameters.device)
 
 
 def initial_state(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from imagegen.attention.base import Position
 from imagegen.errors import UserError
@@ -181,13 +182,19 @@ class Neighbourhood(InputEmbedding):
         level, valid, step = self._seen(window, start)
         table = cast(Tensor, self.table)
         index = torch.where(valid.unsqueeze(-1), level.int(), self.raster.spec.levels) + table
-        value = self.value(index.flatten(2).flatten(0, 1)).unflatten(0, index.shape[:2])
+        value = self._summed(index.flatten(2))
         place = (
             self.row(step // self.raster.row_length)
             + self.column(step // self.raster.steps_per_pixel % self.raster.spec.width)
             + self.channel(step % self.raster.steps_per_pixel)
         )
         return value + self.number(self._numbers(level, valid)) + place
+
+    def _summed(self, index: Int[Tensor, "b n k"]) -> Float[Tensor, "b n e"]:
+        """The sum of the embeddings of each step."""
+        if index.device.type == "mps":  # PyTorch 2.9 has no sums in one operation there.
+            return F.embedding(index, self.value.weight).sum(dim=-2)
+        return self.value(index.flatten(0, 1)).unflatten(0, index.shape[:2])
 
     def numbers(
         self, window: UInt8[Tensor, "b w s"], start: Position

@@ -44,7 +44,7 @@ def score_images(
     """bits/dim of each image, whatever the batch size.
 
     Args:
-        model: scores on the device it lies on, in eval mode; its mode is left as it was.
+        model: scores on its device, in eval mode; its mode is left as it was.
         images: levels; may be memory-mapped.
         labels: classes of the images, for models that know them; -1 is no label.
         batch_size: images scored together; by default as many as make `POSITIONS` dimensions.
@@ -72,7 +72,7 @@ def score_images(
                 if labels is not None:
                     known = torch.from_numpy(labels[first : first + batch_size]).to(device)
                 bits = bits_per_dim(batch.to(device), known)
-                scores[first : first + len(batch)] = bits.double().cpu().numpy()
+                scores[first : first + len(batch)] = bits.cpu().double().numpy()
                 if progress is not None:
                     progress(len(batch))
     finally:
@@ -87,7 +87,10 @@ def score_images(
 
 
 def _as_drawn(model: ImageTransformer, precision: str) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """bits/dim of images "b h w c" and their labels in the arithmetic of the compiled loop."""
+    """bits/dim of images "b h w c" and their labels in the arithmetic of the compiled loop.
+
+    All tensors are on the model's device.
+    """
     from imagegen.decode import parameters_as_drawn
 
     def bits_per_dim(images: Tensor, labels: Tensor | None) -> Tensor:
@@ -147,6 +150,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: for anything that cannot be; then nothing is written.
     """
+    from imagegen.data.identity import class_numbers, count_trained_on
     from imagegen.provenance import load_source, versions
 
     config = opt.plain(config)
@@ -181,6 +185,9 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"data set {dataset.name} has no labels to score with; add labels=false and leave "
                 "classify out."
             )
+        if model.n_classes is not None:
+            labels = class_numbers(source.loaded.metadata, dataset)[labels]
+    trained_on = count_trained_on(source.loaded.metadata, dataset, split, len(images))
     started = perf_counter()
     classified: dict[str, Any] = {}
     with image_progress("evaluating", len(images)) as advance:
@@ -197,6 +204,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
         **classified,
         "precision": precision,
         "images": len(images),
+        "images_trained_on": trained_on,
         "dims": model.spec.dims,
         "dataset": dataset.name,
         "split": split,

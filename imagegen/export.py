@@ -61,7 +61,8 @@ def export_safetensors(ckpt: str | Path, out: Path) -> Path:
             f"their description; name one, such as out={out.with_suffix('')}."
         )
     loaded = load_checkpoint(ckpt)
-    metadata = {key: loaded.metadata[key] for key in REQUIRED}
+    kept = (*REQUIRED, "class_names")
+    metadata = {key: loaded.metadata[key] for key in kept if key in loaded.metadata}
     weights = loaded.model.state_dict()
     write_weights_folder(out, metadata, weights)
     count = sum(tensor.numel() for tensor in weights.values())

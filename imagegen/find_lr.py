@@ -20,6 +20,7 @@ import numpy as np
 
 from imagegen.cli import hydra_entry
 from imagegen.errors import UserError
+from imagegen.installation import typed
 from imagegen.machine import training_precision
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ ROWS = 15
 USAGE = """\
 Look for a learning rate: train for 100 steps while it grows, and see where the loss falls fastest.
 
-  python -m imagegen.find_lr dataset=mnist model.d_model=256 batch_size=32
+  {find_lr} dataset=mnist model.d_model=256 batch_size=32
 
-takes the options of train.py (python train.py --help); logger, callbacks, limits, resume, on_nan
+takes the options of training ({train} --help); logger, callbacks, limits, resume, on_nan
 and the run folder do nothing.
 Where an optimizer has several rates, as muon, they grow together in the ratio that they have."""
 
@@ -198,7 +199,7 @@ _ENTRY = hydra_entry(
 def main() -> None:
     """Command-line entry."""
     if any(word in ("--help", "-h") for word in sys.argv[1:]):
-        print(USAGE)
+        print(USAGE.format(find_lr=typed("find-lr"), train=typed("train")))
     else:
         _ENTRY()
 

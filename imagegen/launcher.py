@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from imagegen.cli import PROJECT_ROOT
 from imagegen.errors import UserError
 from imagegen.processes import Diverged, Interrupted
 from imagegen.resume import quote
@@ -28,6 +28,10 @@ _GRACE_SECONDS = 10.0
 """How long it has, once another has failed, to notice that by itself."""
 _EXIT_SECONDS = 30.0
 """How long the others have to end once the run has ended."""
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from imagegen.train import command; command()"
+"""What the others run: the same code as the first, from a clone or not, wherever they are."""
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Ends a process at once; Windows has only SIGTERM, which does so there."""
 _FIRST = "IMAGEGEN_FIRST_PROCESS"
 """Environment variable that tells the others the number of the process that started them."""
 
@@ -42,7 +46,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     Args:
         theirs: the launcher that Lightning has made.
-        arguments: what train.py is started with.
+        arguments: what `imagegen train` is started with.
     """
 
     def __init__(self, theirs: _SubprocessScriptLauncher, arguments: Sequence[str]) -> None:
@@ -98,16 +102,18 @@ class Launcher(_SubprocessScriptLauncher):
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
         for rank in range(1, self.num_processes):
-            command = [sys.executable, str(PROJECT_ROOT / "train.py"), *self.arguments]
+            command = [sys.executable, "-c", _PROGRAM.format(path=sys.path), *self.arguments]
             own = {**os.environ, **shared, "LOCAL_RANK": str(rank), _FIRST: str(os.getpid())}
-            self.procs.append(subprocess.Popen(command, env=own))
+            # Where relative paths mean the same, with hydra.job.chdir=true too.
+            folder = HydraConfig.get().runtime.cwd
+            self.procs.append(subprocess.Popen(command, env=own, cwd=folder))
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
             lost = self.failure()
             # Some backends wait for a lost process for half an hour.
             if lost and not self._over.wait(_GRACE_SECONDS):
-                super().kill(signal.SIGKILL)
+                super().kill(_KILL)
                 print(f"error: {lost}", file=sys.stderr, flush=True)
                 os._exit(1)
 
@@ -133,7 +139,8 @@ def further_processes(
     if not isinstance(theirs, _SubprocessScriptLauncher):
         yield
         return
-    launcher = Launcher(theirs, _arguments(overrides if multirun else sys.argv[1:], folder))
+    own = [*_config_dir(), *overrides] if multirun else sys.argv[1:]
+    launcher = Launcher(theirs, _arguments(own, folder))
     trainer.strategy._launcher = launcher
     environment = dict(os.environ)
     try:
@@ -145,7 +152,7 @@ def further_processes(
             raise SystemExit(0) from error
         lost = None if together else launcher.failure(within=_LOOK_SECONDS)
         if not together:
-            launcher.kill(signal.SIGKILL)
+            launcher.kill(_KILL)
         if lost and isinstance(error, RuntimeError):
             raise UserError(lost) from error
         raise
@@ -168,6 +175,12 @@ def _sentence(rank: int, status: int) -> str:
     else:
         how, why = f"failed with status {status}", "what went wrong there stands above"
     return f"process {rank} of this run has {how}, so the run has ended; {why}."
+
+
+def _config_dir() -> list[str]:
+    """The flag --config-dir, where it was typed."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [f"--config-dir={each.path}" for each in sources if each.provider == "command-line"]
 
 
 def _arguments(own: Sequence[str], folder: Path) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from imagegen.errors import UserError
+from imagegen.installation import typed
 
 if TYPE_CHECKING:
     import torch
@@ -346,9 +347,21 @@ def describe(device: torch.device) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "system": platform.platform(),
         "python_version": platform.python_version(),
-        "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "settings": settings(os.environ),
     }
+
+
+def rounding(device: torch.device) -> str:
+    """What decides how PyTorch rounds on this device, in words: kind, instructions, version."""
+    import torch
+
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    )
+    return f"{device.type} ({kind}), PyTorch {torch.__version__}"
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -421,7 +434,7 @@ def _version(package: str) -> str:
 def main(rows: Iterable[tuple[str, str]] | None = None) -> None:
     """Command-line entry: print what was found and decided."""
     if sys.argv[1:]:
-        print("python -m imagegen.machine takes no options; it prints what was found and decided.")
+        print(f"{typed('machine')} takes no options; it prints what was found and decided.")
         sys.exit(0 if sys.argv[1] in ("--help", "-h") else 1)
     for name, value in _report() if rows is None else rows:
         print(f"{name:17} {value}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -222,7 +223,7 @@ class ImageTransformer(nn.Module):
     ) -> Float[Tensor, "b"]:
         """Negative log2-likelihood of each image, divided by its number of dimensions."""
         nats = -self.log_prob(images, labels, flipped).flatten(1).mean(dim=1)
-        return nats / torch.log(nats.new_tensor(2.0))
+        return nats / math.log(2)
 
     def initial_state(
         self, batch_size: int, labels: Int64[Tensor, "b"] | None = None

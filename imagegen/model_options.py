@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str,
         UserError: for a conditional model of data without labels, and values of a wrong kind.
     """
     model = {**config["model"], "attention": config["attention"], "head": config["head"]}
-    conditional = model.pop("conditional")
+    conditional = model.pop("conditional", False)
     if not isinstance(conditional, bool):
         raise UserError(f"model.conditional={conditional}, but it must be true or false.")
     if conditional:
@@ -35,5 +36,14 @@ def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str,
                 "an image folder with a sub-folder for each class, or leave it false."
             )
         model["n_classes"] = len(dataset.class_names)
+    offered = inspect.signature(ImageTransformer).parameters
+    needed = {name for name, option in offered.items() if option.default is option.empty}
+    if unknown := sorted(model.keys() - offered.keys()):
+        raise UserError(f"there is no option model.{unknown[0]}; leave it out.")
+    if missing := sorted(needed - model.keys() - {"spec"}):
+        raise UserError(
+            f"model.{missing[0]} is not set; set it, or begin a model of your own with "
+            "'defaults: [default, _self_]'."
+        )
     check_options("model", ImageTransformer.__init__, model)
     return model

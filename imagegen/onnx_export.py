@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from imagegen.errors import UserError
+from imagegen.installation import pip_install
 from imagegen.model import NO_LABEL, ImageTransformer
 from imagegen.onnx_step import SingleStep
 from imagegen.output import write_atomic
@@ -187,4 +188,5 @@ def _require(*packages: str) -> None:
 
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{missing[0]} is not installed; type `pip install -e '.[onnx]'`.")
+        how = pip_install("onnx", "onnx onnxruntime onnxscript")
+        raise UserError(f"{missing[0]} is not installed; type `{how}`.")

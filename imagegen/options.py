@@ -143,14 +143,24 @@ def as_list(value: object) -> list[Any] | None:
 
 
 def resolve_device(value: object) -> torch.device:
-    """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:<number>`."""
+    """`auto` (CUDA where there is one, else the CPU), `cpu`, `mps`, `cuda` or `cuda:<number>`.
+
+    A Mac's GPU is taken only where it is named: images are drawn there by PyTorch's own steps, and
+    each of them waits for the GPU, while the CPU has compiled loops.
+    """
     import torch
 
     if value == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, _, index = str(value).partition(":")
-    if name not in ("cpu", "cuda") or (index and not (name == "cuda" and index.isdecimal())):
-        raise UserError(f"device={_typed(value)} is unknown; it can be auto, cpu, cuda or cuda:0.")
+    if name not in ("cpu", "cuda", "mps") or (index and not (name == "cuda" and index.isdecimal())):
+        raise UserError(
+            f"device={_typed(value)} is unknown; it can be auto, cpu, cuda, cuda:0 or mps."
+        )
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UserError(
+            "device=mps, but PyTorch finds no GPU of a Mac here; use device=cpu or device=auto."
+        )
     if name == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"device={value}, but PyTorch finds {torch.cuda.device_count()} CUDA devices here; "

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from imagegen.errors import UserError
+from imagegen.installation import pip_install
 from imagegen.sweeps import PLUGINS
 
 if TYPE_CHECKING:
@@ -50,13 +51,22 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
     parser = OverridesParser.create(config_loader=loader)
     choices: list[list[str]] = []
     settings: list[Override] = []
-    for text in overrides:
-        override = _parse(parser, text, config_name)
+    parsed = [_parse(parser, text, config_name) for text in overrides]
+    # More folders with choices.
+    paths = [str(each.input_line) for each in parsed if each.key_or_group == "hydra.searchpath"]
+    for override in parsed:
         if override.is_sweep_override() and not multirun:
             raise _sweep_without_multirun(override)
-        options = loader.get_group_options(override.key_or_group)
+        options = loader.get_group_options(override.key_or_group, overrides=paths)
         if options and not isinstance(_value(override), dict):
-            choices.append(_group_choices(override, options))
+            try:
+                choices.append(_group_choices(override, options))
+            except UserError as error:
+                if not any(each.key_or_group == "resume" for each in parsed):
+                    raise
+                # A checkpoint may come from anywhere, so it cannot say where configuration is.
+                again = "Presets of your own are found with the --config-dir of the first start."
+                raise UserError(f"{error} {again}") from error
             if override.is_delete():
                 _refuse_without(override.key_or_group, config_name, options)
         else:
@@ -64,7 +74,8 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
 
     configs = []
     fixed = [str(override.input_line) for override in settings if not override.is_sweep_override()]
-    for chosen in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
+    for product in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
+        chosen = [*product, *paths]
         config = _compose(config_name, chosen)
         for override in settings:
             _check_setting(override, config, config_name)
@@ -152,11 +163,10 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
             ) from error
         plugin = re.search(r"Could not find '(hydra/(?:launcher|sweeper)/\w+)'", text)
         if plugin and plugin[1] in PLUGINS:
-            package, what = PLUGINS[plugin[1]]
-            editable = "-e " if what.startswith("'") else ""
+            package, extra = PLUGINS[plugin[1]]
+            how = f"pip install {package}" if extra is None else pip_install(extra, package)
             raise UserError(
-                f"this sweep needs the package {package}; install it with pip install "
-                f"{editable}{what}."
+                f"this sweep needs the package {package}; install it with {how}."
             ) from error
         raise UserError(f"the configuration cannot be composed: {text}") from error
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imagegen.errors import UserError
+from imagegen.installation import PACKAGE
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +75,11 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """Commit of the clone that runs, with "-dirty" where files differ; None outside a clone."""
-    from imagegen.cli import PROJECT_ROOT
-
-    asked = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    root = PACKAGE.parent
+    # Git would go on to look above, where an environment may be kept in some other repository.
+    if not (root / ".git").exists():
+        return None
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run([*asked, "--abbrev=40"], capture_output=True, text=True)
     except OSError:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagegen.cli import PROJECT_ROOT, is_first_process
+from imagegen.cli import is_first_process
 from imagegen.errors import UserError
+from imagegen.installation import PROJECT_ROOT
 from imagegen.output import lock_folder
 
 LAST = Path("checkpoints", "last.ckpt")
@@ -34,7 +35,8 @@ _RUN_FILES = ("checkpoints", "summary.json", "metrics.csv")
 def rewrite_resume(argv: Sequence[str]) -> list[str]:
     """The arguments with `resume=` replaced by what it stands for.
 
-    They become: the overrides kept in the checkpoint that are not overridden now, those typed now,
+    They become: the overrides kept in the checkpoint that are not overridden now, with the folders
+    of its data as absolute paths, those typed now,
     `resume=<checkpoint file>` and, where the checkpoint lies in a run folder and none is typed,
     `hydra.run.dir=<run folder>`. Without `resume=`, or with `resume=auto`, nothing changes;
     rewriting again changes no meaning. Relative paths are relative to the working directory.
@@ -61,14 +63,17 @@ def rewrite_resume(argv: Sequence[str]) -> list[str]:
     if run_folder and not any(p.key_or_group == "hydra.run.dir" for p in typed.values()):
         added.append(f"hydra.run.dir={quote(str(run_folder))}")
     new = [parsed for index, parsed in typed.items() if index not in chosen]
-    saved = [text for text in _saved_overrides(checkpoint) if not _replaced(text, new)]
+    metadata = _read(checkpoint)
+    placed = _data_options(metadata, new)
+    new += [parsed for text in placed if (parsed := _parse(text))]
+    saved = [text for text in _saved_overrides(metadata) if not _replaced(text, new)]
     for text in saved:
         _refuse_foreign_code(text, checkpoint)
 
     # Hydra wants all overrides in one place, among its own flags.
     first = min(typed)
     kept = [text for index, text in enumerate(argv) if index >= first and index not in chosen]
-    return [*argv[:first], *saved, *added, *kept]
+    return [*argv[:first], *saved, *placed, *added, *kept]
 
 
 def find_checkpoint(what: str) -> Path:
@@ -180,11 +185,27 @@ def _parse(text: str) -> Any:
         return None
 
 
-def _saved_overrides(checkpoint: Path) -> list[str]:
+def _read(checkpoint: Path) -> Mapping[str, Any]:
     from imagegen.checkpoint import read_metadata
 
-    saved = read_metadata(checkpoint).get("overrides") or []
-    return [str(text) for text in saved]
+    return read_metadata(checkpoint)
+
+
+def _saved_overrides(metadata: Mapping[str, Any]) -> list[str]:
+    return [str(text) for text in metadata.get("overrides") or []]
+
+
+def _data_options(metadata: Mapping[str, Any], new: Sequence[Any]) -> list[str]:
+    """Overrides that find the checkpoint's data from any working directory."""
+    from imagegen.data.identity import resume_overrides
+
+    options = resume_overrides(metadata)
+    typed = {parsed.key_or_group for parsed in new}
+    if "dataset" in typed:  # another data set may lack them
+        parsed = filter(None, map(_parse, _saved_overrides(metadata)))
+        saved = {override.key_or_group for override in parsed}
+        options = {name: value for name, value in options.items() if name in saved}
+    return [f"{name}={quote(value)}" for name, value in options.items() if name not in typed]
 
 
 def _refuse_foreign_code(text: str, checkpoint: Path) -> None:

@@ -28,14 +28,16 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
-from imagegen.build import build, check_section
+from imagegen.build import check_section
 from imagegen.callbacks import METRICS, ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
 from imagegen.continuation import Beginning, recall, say_changes
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
+from imagegen.data.identity import build_dataset, remember
 from imagegen.errors import UserError
+from imagegen.installation import typed
 from imagegen.launcher import further_processes
 from imagegen.loggers import build_loggers, close_loggers, logger_state
 from imagegen.machine import AUTO as AUTO_PRECISION
@@ -131,7 +133,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     if config["logger"].get("group", "") is None:
         config["logger"]["group"] = sweep_group()
     check_sharding(config["trainer"], config["callbacks"])
-    dataset = build(config["dataset"], ImageDataset)
+    dataset = build_dataset(config["dataset"], cfg.resume, overrides)
     described = model_options(config, dataset)
     resumed = _resume_state(cfg.resume, described, dataset)
     trainer_options, precision = _precision(config["trainer"], resumed)
@@ -178,6 +180,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     # Before anything is written, so that data that cannot be had leave no run behind.
     data.prepare_data()
     data.split("train")
+    metadata["data"] = remember(dataset, cfg.resume)
 
     # Until the run begins. What logs nothing writes nothing.
     trainer.loggers = [DummyLogger() if trying else MetricsFile(folder)]
@@ -214,7 +217,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
             _close(trainer.loggers, state == "finished", trainer.global_step)
             _write_summary(folder, summary)
             if trainer.is_global_zero and state != "finished" and (folder / LAST).exists():
-                again = f"python train.py {argument('resume', folder)}{lower}"
+                again = f"{typed('train')} {argument('resume', folder)}{lower}"
                 print(f"to continue: {again}", file=sys.stderr)
         if interruptible.preempted and trainer.is_global_zero:
             requeue_job()
@@ -257,6 +260,9 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
     # Small data sets make short epochs; rows of the log then stand further apart than epochs.
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
+    # A gradient scaler leaves out the first steps while its scale is too large; the schedule counts
+    # them nevertheless, as the limits of a run do.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before")
 
 
 def _remove_if_unused(folder: Path) -> None:

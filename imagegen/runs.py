@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from imagegen.errors import UserError
+from imagegen.installation import PROJECT_ROOT, typed
 from imagegen.output import lock_folder
 
 STATES = ("running", "finished", "interrupted", "failed", "crashed")
@@ -188,13 +189,12 @@ def _shown(folder: Path, roots: Sequence[Path]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
-    from imagegen.cli import PROJECT_ROOT
-
     parser = argparse.ArgumentParser(
-        prog="python -m imagegen.runs",
+        prog=typed("runs"),
         description="List the runs in and below some folders, the best first.",
     )
-    parser.add_argument("folders", nargs="*", type=Path, help="by default the project's outputs/")
+    usual = "by default outputs/ of the clone or, without one, of this folder"
+    parser.add_argument("folders", nargs="*", type=Path, help=usual)
     parser.add_argument("--sort", choices=ORDERS, default="best")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)

@@ -196,7 +196,7 @@ class Samples:
     def draw(
         self, chosen: Sequence[int], progress: Callable[[float], None]
     ) -> Iterator[tuple[Sequence[int], UInt8[np.ndarray, "b h w c"]]]:
-        from imagegen.generate import draw_images
+        from imagegen.generation import draw_images
 
         waiting = iter(chosen)
         for batch in draw_images(
@@ -228,7 +228,7 @@ def _part(n: int, part: tuple[int, int] | None) -> range:
 
 
 def _default_batch() -> int:
-    from imagegen.generate import DEFAULT_BATCH
+    from imagegen.generation import DEFAULT_BATCH
 
     return DEFAULT_BATCH
 

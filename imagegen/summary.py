@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from imagegen.callbacks import Rates
-from imagegen.data.base import ImageDataset
+from imagegen.data.base import SPLIT_NAMES, ImageDataset
 from imagegen.durations import format_seconds
+from imagegen.installation import typed
 from imagegen.machine import Choice
 from imagegen.resume import quote
 
@@ -70,6 +71,8 @@ def say_what(
         f"{attention}, {cfg.model.n_layers} layers x {cfg.model.d_model}, "
         f"{parameters / 1e6:.2f} M parameters"
     )
+    counts = (f"{len(dataset.split(name)):,} {name}" for name in SPLIT_NAMES)
+    print(f"images: {', '.join(counts)}{_left_out(dataset)}")
     device = trainer.strategy.root_device
     print(f"on {device}, {precision}")
     if device.type == "cpu":
@@ -78,6 +81,16 @@ def say_what(
         images = cfg.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         print(f"{trainer.world_size} processes, {images} images a step")
     print(f"run folder: {shown(folder)}", flush=True)
+
+
+def _left_out(dataset: ImageDataset) -> str:
+    """The files of a data set that are not read, the most frequent kinds first."""
+    kinds = sorted(dataset.left_out.items(), key=lambda kind: (-kind[1], kind[0]))
+    texts = [
+        f"{count:,} {'file' if count == 1 else 'files'} {suffix or 'without a suffix'}"
+        for suffix, count in kinds
+    ]
+    return f"; left out: {', '.join(texts)}" if texts else ""
 
 
 @rank_zero_only
@@ -105,9 +118,9 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
         return
     print(
         "next:\n"
-        f"  python sample.py {run} n=64\n"
-        f"  python sample.py {run} task=complete\n"
-        f"  python -m imagegen.evaluate {run} split=test"
+        f"  {typed('sample')} {run} n=64\n"
+        f"  {typed('sample')} {run} task=complete\n"
+        f"  {typed('evaluate')} {run} split=test"
     )
 
 

@@ -10,14 +10,16 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from imagegen.installation import typed
+
 PLUGINS = {
-    "hydra/launcher/joblib": ("hydra-joblib-launcher", "'.[joblib]'"),
+    "hydra/launcher/joblib": ("hydra-joblib-launcher", "joblib"),
     # No extra: what it asks for cannot be pinned together with the rest.
-    "hydra/launcher/ray": ("hydra-ray-launcher", "hydra-ray-launcher"),
-    "hydra/launcher/submitit_slurm": ("hydra-submitit-launcher", "'.[slurm]'"),
-    "hydra/sweeper/optuna": ("hydra-optuna-sweeper", "'.[optuna]'"),
+    "hydra/launcher/ray": ("hydra-ray-launcher", None),
+    "hydra/launcher/submitit_slurm": ("hydra-submitit-launcher", "slurm"),
+    "hydra/sweeper/optuna": ("hydra-optuna-sweeper", "optuna"),
 }
-"""The package that each engine of `conf/sweep/` needs, and what pip is asked for to get it."""
+"""The package that each engine of `conf/sweep/` needs, and the extra that has it."""
 
 
 def sweep_group() -> str | None:
@@ -40,4 +42,4 @@ class RunsTable(Callback):
         runs = sort_runs(find_runs([folder]), "best") if folder.is_dir() else []
         if runs:
             print_table(runs, [folder])
-            print(f"this table again: python -m imagegen.runs {folder}")
+            print(f"this table again: {typed('runs')} {folder}")

@@ -69,7 +69,11 @@ class ImageModule(LightningModule):
         # Each process has a share of the batch; one alone would report its own.
         several = self.trainer.world_size > 1
         self.log(
-            "train/bits_per_dim", loss, prog_bar=True, batch_size=len(images), sync_dist=several
+            "train/bits_per_dim",
+            loss,
+            prog_bar=self._shows_progress,
+            batch_size=len(images),
+            sync_dist=several,
         )
         return loss
 
@@ -77,7 +81,35 @@ class ImageModule(LightningModule):
         """Adds the bits/dim of each image, so that every image weighs the same."""
         images = batch["images"]
         self.val_bits_per_dim.update(self.model.bits_per_dim(images, batch.get("labels")))
-        self.log("val/bits_per_dim", self.val_bits_per_dim, prog_bar=True, batch_size=len(images))
+        self.log(
+            "val/bits_per_dim",
+            self.val_bits_per_dim,
+            prog_bar=self._shows_progress,
+            batch_size=len(images),
+        )
+
+    @property
+    def _shows_progress(self) -> bool:
+        """Whether there is a progress bar: Lightning reads back what it would show there."""
+        return self.trainer.progress_bar_callback is not None
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        """One step, whose gradients are unscaled before anything looks at them or clips them.
+
+        Lightning leaves that to an optimizer which does it in its own step, as fused ones do; told
+        by the gradient scaler that it is done, the optimizer does not do it again.
+        """
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            if scaler is not None and _unscales(optimizer.optimizer):
+                scaler.unscale_(optimizer.optimizer)
+            return loss
+
+        optimizer.step(closure=closure)
 
     def configure_gradient_clipping(
         self,
@@ -85,20 +117,16 @@ class ImageModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Any = None,
     ) -> None:
-        """Clip in mixed precision too where the optimizer unscales gradients, as fused ones do.
+        """Clip in mixed precision too where the optimizer is a fused one.
 
-        Lightning refuses that (its issue 21435). Without a gradient scaler nothing is scaled; with
-        one, the gradients are unscaled here, which the scaler then tells the optimizer.
+        Lightning refuses that (its issue 21435), because it would clip scaled gradients.
         """
         plugin = self.trainer.precision_plugin
-        unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not gradient_clip_val or not unscales or not isinstance(plugin, MixedPrecision):
+        if gradient_clip_val and _unscales(optimizer) and isinstance(plugin, MixedPrecision):
+            algorithm = gradient_clip_algorithm or GradClipAlgorithmType.NORM
+            Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
+        else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        if plugin.scaler is not None:
-            plugin.scaler.unscale_(optimizer)
-        algorithm = gradient_clip_algorithm or GradClipAlgorithmType.NORM
-        Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped with it.
@@ -157,3 +185,8 @@ class ImageModule(LightningModule):
         for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _unscales(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides gradients by the scale of a loss itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

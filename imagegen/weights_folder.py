@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from imagegen.errors import UserError
+from imagegen.installation import pip_install
 from imagegen.output import staged_folder
 
 SUFFIX = ".safetensors"
@@ -101,6 +102,6 @@ def _library() -> Any:
         import safetensors.torch
     except ModuleNotFoundError as error:
         raise UserError(
-            "safetensors is not installed; type `pip install -e '.[safetensors]'`."
+            f"safetensors is not installed; type `{pip_install('safetensors', 'safetensors')}`."
         ) from error
     return safetensors

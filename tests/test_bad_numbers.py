@@ -77,6 +77,20 @@ def test_stop_names_step_images_and_checkpoint(
     assert torch.equal(load_checkpoint(last).model.norm.weight, poison.weights[0])
 
 
+def test_all_batches_of_a_step_are_named(
+    poison: Poison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Poison, "steps", (1,))
+    assert _train(monkeypatch, tmp_path / "run", "trainer.accumulate_grad_batches=2") == 1
+    error = capsys.readouterr().err
+    assert "not a number at step 2" in error
+    named = error.partition("training images [")[2].partition("]")[0].split(", ")
+    assert len(set(named)) == 64
+
+
 def test_skip_leaves_the_step_out(
     poison: Poison,
     tmp_path: Path,
@@ -124,3 +138,50 @@ def test_other_policies_are_refused(
 ) -> None:
     assert _train(monkeypatch, tmp_path / "run", "on_nan=ignore") == 1
     assert "on_nan=ignore is unknown; it can be stop or skip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_lowering_the_scale_has_an_end(
+    fused: bool,
+    poison: Poison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Gradients that are not numbers at any scale of the loss."""
+    monkeypatch.setattr(Poison, "steps", tuple(range(2, 100)))
+    options = ("trainer.precision=16-mixed", f"optimizer.fused={fused}")
+    options += ("trainer.limit_train_batches=40", "batch_size=4")
+    assert _train(monkeypatch, tmp_path / "run", *options) == 1
+    error = capsys.readouterr().err
+    # 65,536 has been halved sixteen times.
+    assert "not a number at step 19, with the training images [" in error
+    assert "trainer.precision=bf16-mixed" in error
+    assert torch.equal(poison.weights[2], poison.weights[-1])
+    assert not torch.equal(poison.weights[1], poison.weights[2])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_bad_loss_is_noticed_in_float16_too(
+    policy: str,
+    fused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = ImageModule.training_step
+
+    def spoil(self: ImageModule, *args: Any) -> torch.Tensor:
+        return step(self, *args) * (float("nan") if self.trainer.global_step == 3 else 1)
+
+    monkeypatch.setattr(ImageModule, "training_step", spoil)
+    run = tmp_path / "run"
+    options = ("trainer.precision=16-mixed", f"optimizer.fused={fused}", f"on_nan={policy}")
+    arguments = [*SMALL, "trainer.max_epochs=1", f"hydra.run.dir={run}", *options]
+    assert run_train(monkeypatch, *arguments) == (1 if policy == "stop" else 0)
+    said = capsys.readouterr()
+    assert "not a number at step 4" in (said.err if policy == "stop" else said.out)
+    if policy == "skip":
+        assert "train/skipped_steps" in (run / "metrics.csv").read_text()
+        assert load_checkpoint(run).model.norm.weight.isfinite().all()

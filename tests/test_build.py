@@ -64,6 +64,7 @@ def test_kinds_that_do_not_fit(given: dict[str, Any], sentence: str) -> None:
         ({"embedding": None}, "model takes embedding as a section of options, not None"),
         ({"convolution": "x"}, "model takes convolution as a list of whole numbers or null"),
         ({"conditional": "yes"}, "model.conditional=yes, but it must be true or false"),
+        ({"foo": 1}, "there is no option model.foo"),
     ],
 )
 def test_model_options(changes: dict[str, Any], sentence: str) -> None:
@@ -72,3 +73,11 @@ def test_model_options(changes: dict[str, Any], sentence: str) -> None:
     assert model_options({"model": model, **config}, Digits())["n_layers"] == 1
     with pytest.raises(UserError, match=sentence):
         model_options({"model": {**model, **changes}, **config}, Digits())
+
+
+@pytest.mark.parametrize("name", ["n_layers", "embedding"])
+def test_a_model_that_lacks_an_option(name: str) -> None:
+    config = {part: TINY_MODEL[part] for part in ("attention", "head")}
+    model = {key: value for key, value in TINY_MODEL.items() if key not in (*config, name)}
+    with pytest.raises(UserError, match=f"model.{name} is not set; set it, or begin a model of"):
+        model_options({"model": model, **config}, Digits())

@@ -336,6 +336,75 @@ def test_hydra_features(project: Path, run: Callable[..., Any]) -> None:
     assert not (project / "outputs").exists()
 
 
+@pytest.fixture
+def presets(tmp_path: Path) -> Path:
+    """A user's own choices, in a group that there is and in one that there is not."""
+    for name, text in {
+        "experiment/mine": "# @package _global_\ndefaults: [override /model: large]\nseed: 5",
+        "model/large": "n_layers: 99\nd_model: 64",
+        "extra/thing": "x: 1",
+    }.items():
+        path = tmp_path / "presets" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "presets"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--config-dir", "../presets"],
+        ["--config-dir={folder}"],
+        ["hydra.searchpath=[file://{folder}]"],
+    ],
+)
+def test_own_presets(run: Callable[..., Any], presets: Path, typed: list[str]) -> None:
+    seen: list[DictConfig] = []
+    typed = [text.format(folder=presets) for text in typed]
+    choices = ["experiment=mine", "+extra=thing", "dataset=mnist", "model.d_model=3"]
+    assert run(*typed, *choices, main=seen.append) == (0, "", "")
+    assert run("--multirun", *typed, "model=large,small", main=seen.append) == (0, "", "")
+    assert [cfg.seed for cfg in seen] == [5, 0, 0]
+    assert seen[0].model == {"n_layers": 99, "d_model": 3}
+    assert [cfg.model.n_layers for cfg in seen] == [99, 99, 2]
+    assert seen[0].extra == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("experiment=mien", "experiment has no choice 'mien'; did you mean mine"),
+        ("model=lrge", "model has no choice 'lrge'; did you mean large"),
+        ("model=large model.n_layer=4", r"'model\.n_layer'; did you mean model\.n_layers"),
+        ("model=large model.n_layers=many", "must be a whole number, such as its default 99"),
+        ("+extra=thnig", "extra has no choice 'thnig'; did you mean thing"),
+        ("zzz=4", "there is no option 'zzz'"),
+        ("dataset=image_folder", r"dataset\.root and dataset\.size are not set"),
+    ],
+)
+def test_mistakes_beside_own_presets(
+    project: Path, run: Callable[..., Any], presets: Path, argv: str, sentence: str
+) -> None:
+    for typed in (["--config-dir", str(presets)], [f"hydra.searchpath=[file://{presets}]"]):
+        status, out, err = run(*argv.split(), *typed)
+        assert (status, out) == (1, "")
+        assert re.fullmatch(rf"error: .*{sentence}.*\n", err), err
+        assert not (project / "outputs").exists()
+
+
+def test_a_resumed_run_needs_its_presets(project: Path, run: Callable[..., Any]) -> None:
+    status, out, err = run("experiment=mine", "resume=x")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: experiment has no choice 'mine'; choose one of broken, deep. ")
+    assert err.endswith("found with the --config-dir of the first start.\n")
+
+
+def test_a_missing_folder_of_presets(project: Path, run: Callable[..., Any]) -> None:
+    expected = "error: --config-dir nowhere: there is no such folder.\n"
+    assert run("--config-dir", "nowhere") == (1, "", expected)
+    assert not (project / "outputs").exists()
+
+
 def test_check_comes_before_the_run_folder(project: Path, run: Callable[..., Any]) -> None:
     def check(cfg: DictConfig, folder: Path) -> None:
         assert folder == project / "outputs" / "one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from imagegen.cli import compose
 from imagegen.coding import decode, encode
 from imagegen.data.digits import Digits
 from imagegen.errors import UserError
+from imagegen.machine import rounding
 from imagegen.spec import ImageSpec
 from tests.helpers import (
     read,
@@ -88,20 +90,46 @@ def _changed(content: bytes, at: int) -> bytes:
     return content[:at] + b"\xff" * 4 + content[at + 4 :]
 
 
+def _without_place(content: bytes) -> bytes:
+    """What follows the number of images, in the formats that did not say what rounded."""
+    return content[12:28] + content[29 + content[28] :]
+
+
 def _as_format_1(content: bytes, n: int) -> bytes:
-    """The same code of `n` images in the format of before, which had no CRC."""
-    return b"IGC\x01" + n.to_bytes(4, "little") + content[12:]
+    """The same code of `n` images in the first format, which had no CRC."""
+    return b"IGC\x01" + n.to_bytes(4, "little") + _without_place(content)
 
 
-def test_files_of_format_1_are_read(ckpt: Path, tmp_path: Path) -> None:
+def _as_format_2(content: bytes) -> bytes:
+    rest = content[8:12] + _without_place(content)
+    return b"IGC\x02" + zlib.crc32(rest).to_bytes(4, "little") + rest
+
+
+def test_files_of_earlier_formats_are_read(ckpt: Path, tmp_path: Path) -> None:
     out = compress(f"ckpt={ckpt}", "limit=3", f"out={tmp_path / 'digits.igc'}")
-    old = tmp_path / "old.igc"
-    old.write_bytes(_as_format_1(out.read_bytes(), 3))
     now = decompress(f"ckpt={ckpt}", f"file={out}", f"out={tmp_path / 'now'}")
-    before = decompress(f"ckpt={ckpt}", f"file={old}", f"out={tmp_path / 'before'}")
-    assert [p.read_bytes() for p in sorted(now.iterdir())] == [
-        p.read_bytes() for p in sorted(before.iterdir())
-    ]
+    for old in (_as_format_1(out.read_bytes(), 3), _as_format_2(out.read_bytes())):
+        file = tmp_path / "old.igc"
+        file.write_bytes(old)
+        before = decompress(f"ckpt={ckpt}", f"file={file}", f"out={tmp_path / 'before'}")
+        assert [p.read_bytes() for p in sorted(now.iterdir())] == [
+            p.read_bytes() for p in sorted(before.iterdir())
+        ]
+
+
+def test_another_machine_is_named(
+    ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = compress(f"ckpt={ckpt}", "limit=3", f"out={tmp_path / 'digits.igc'}")
+    monkeypatch.setattr(codec, "rounding", lambda device: f"{device} (AVX9)")
+    decompress(f"ckpt={ckpt}", f"file={out}", f"out={tmp_path / 'back'}")
+    said = capsys.readouterr().err
+    assert f"written on {rounding(torch.device('cpu'))}; this is cpu (AVX9)" in said
+    # As where the other machine does round otherwise.
+    monkeypatch.setattr("imagegen.coding.decode", lambda *_: np.zeros((3, 8, 8, 1), np.uint8))
+    with pytest.raises(UserError, match=r"written on cpu \(.* and this is cpu \(AVX9\)"):
+        decompress(f"ckpt={ckpt}", f"file={out}", f"out={tmp_path / 'again'}")
+    assert not (tmp_path / "again").exists()
 
 
 def test_refusals(ckpt: Path, tmp_path: Path) -> None:
@@ -121,12 +149,16 @@ def test_refusals(ckpt: Path, tmp_path: Path) -> None:
         # Four billion images were made room for before anything else was looked at.
         ([f"ckpt={ckpt}", damaged("many", _changed(content, 8)), back], "was cut off or changed"),
         ([f"ckpt={ckpt}", damaged("code", _changed(content, -4)), back], "was cut off or changed"),
+        ([f"ckpt={ckpt}", damaged("format 2", _as_format_2(content)[:-1]), back], "was cut off"),
         ([f"ckpt={ckpt}", damaged("empty", _as_format_1(content, 0)), back], "holds no image"),
         ([f"ckpt={ckpt}", damaged("four", _as_format_1(content, 4)), back], "do not come back"),
         ([f"ckpt={ckpt}", damaged("png", b"PNG" * 9), back], "is not a file that"),
         ([f"ckpt={ckpt}", damaged("new", b"IGC\x09" + content[4:]), back], "has format 9, newer"),
         # Its CRC is then taken for the number of images.
-        ([f"ckpt={ckpt}", damaged("one", b"IGC\x01" + content[4:]), back], "another checkpoint"),
+        (
+            [f"ckpt={ckpt}", damaged("one", b"IGC\x01" + content[4:]), back],
+            "another checkpoint|was cut off or changed",
+        ),
         ([f"ckpt={ckpt}", damaged("zero", b"IGC\x00" + content[4:]), back], "no format 0"),
         ([f"ckpt={ckpt}", "file=", back], "file=, but it must be one path"),
         ([f"ckpt={ckpt}", f"file=[{out}]", back], "must be one path"),

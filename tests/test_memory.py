@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pytorch_lightning import Callback
 
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.sample_folder import JobFolder
 from imagegen.spec import ImageSpec
 from tests.helpers import run_train, sample, save_tiny_checkpoint, tiny_model

@@ -12,7 +12,7 @@ import torch
 
 from imagegen.checkpoint import FORMAT_VERSION, KEY, load_checkpoint, read_resume_state
 from imagegen.errors import UserError
-from imagegen.generate import generate
+from imagegen.generation import generate
 from imagegen.verify_checks import all_checks
 from tests.checkpoints.make import make
 

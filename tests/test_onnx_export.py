@@ -19,7 +19,7 @@ import yaml
 from imagegen import export
 from imagegen.cli import PROJECT_ROOT, compose
 from imagegen.errors import UserError
-from imagegen.generate import generate
+from imagegen.generation import generate
 from imagegen.model import ImageTransformer
 from imagegen.onnx_export import TOLERANCE, export_onnx, largest_difference
 from imagegen.onnx_step import SingleStep

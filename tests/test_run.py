@@ -102,16 +102,19 @@ def test_a_run_leaves_everything(
     assert f"python sample.py ckpt={run} n=64" in printed
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 1e-3)])
 def test_the_best_score_is_that_of_the_best_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Which is evaluated in float32, whatever it was trained and validated in."""
     run = tmp_path / "run"
-    assert run_train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "eval_batch_size=50") == 0
+    options = [f"trainer.precision={precision}", f"hydra.run.dir={run}", "eval_batch_size=50"]
+    assert run_train(monkeypatch, *SMALL, *options) == 0
     images = torch.from_numpy(Digits().split("val").images[:50])
     with torch.no_grad():
         score = load_checkpoint(run).model.bits_per_dim(images).double().mean().item()
     best = json.loads((run / "summary.json").read_text())["best_bits_per_dim"]
-    assert score == pytest.approx(best, rel=1e-5)
+    assert score == pytest.approx(best, rel=tolerance)
 
 
 @pytest.mark.parametrize("head", ["mixture_of_logistics", "categorical"])
@@ -222,7 +225,7 @@ def test_steps_and_time_end_a_run_with_a_validation(
         run = tmp_path / name
         assert run_train(monkeypatch, *endless, limit, f"hydra.run.dir={run}") == 0
         summary = json.loads((run / "summary.json").read_text())
-        assert summary["steps"] == 8 if name == "steps" else summary["steps"] > 8
+        assert summary["steps"] == 8 if name == "steps" else summary["seconds"] >= 1
         assert _rows(run)[-1]["val/bits_per_dim"]
         rates = [float(row["lr-AdamW"]) for row in _rows(run) if row["lr-AdamW"]]
         assert rates[-1] < 0.5 * max(rates)

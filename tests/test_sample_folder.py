@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from imagegen import generate as generation
+from imagegen import generation
 from imagegen.checkpoint import load_checkpoint
 from imagegen.cli import PROJECT_ROOT
 from imagegen.data.convert import read_image
 from imagegen.errors import UserError
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.images import from_display, to_display
 from imagegen.model import ImageTransformer

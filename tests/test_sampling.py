@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import imagegen
-from imagegen import generate as generation
+from imagegen import generation
 from imagegen.cli import PROJECT_ROOT, compose
 from imagegen.errors import UserError
 from imagegen.images import make_grid, to_display

@@ -35,11 +35,14 @@ def ring_after(
 def ring_step(
     ring: Shaped[Tensor, "b h w f"], new: Shaped[Tensor, "b h 1 f"], length: Position
 ) -> Shaped[Tensor, "b h w f"]:
-    """The ring after one position; in the same memory where no gradient is asked for."""
+    """The ring after one position; in the same memory where no gradient is needed."""
     place = length % ring.shape[2]
     if torch.is_grad_enabled():
         here = torch.arange(ring.shape[2], device=ring.device) == place
         return torch.where(here.unsqueeze(-1), new.to(ring.dtype), ring)
+    if isinstance(place, Tensor):
+        # As an index in brackets it would be read back to the host, which no CUDA graph records.
+        return ring.index_copy_(2, place.view(1), new.to(ring.dtype))
     ring[:, :, place] = new.squeeze(2)
     return ring
 

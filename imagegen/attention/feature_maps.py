@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from imagegen.errors import UserError
+from imagegen.float64 import float64_device
 
 Keys = tuple[Float[Tensor, "b h n f"], Float[Tensor, "b h n"] | None]
 
@@ -228,17 +229,19 @@ class Learned(FeatureMap):
 
 def _orthogonal_normal(n_heads: int, n_features: int, head_dim: int) -> Tensor:
     """Vectors that are N(0, I) each and orthogonal in blocks of `head_dim`: "h f d"."""
-    if torch.get_default_device().type == "meta":
+    device = torch.get_default_device()
+    if device.type == "meta":
         return torch.empty(n_heads, n_features, head_dim)
     blocks = math.ceil(n_features / head_dim)
+    shape = (n_heads, blocks, head_dim, head_dim)
     square, triangle = torch.linalg.qr(
-        torch.randn(n_heads, blocks, head_dim, head_dim, dtype=torch.float64)
+        torch.randn(shape, dtype=torch.float64, device=float64_device(device))
     )
     # Only with a positive diagonal is the rotation uniform, and each direction with it.
     square = square * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     directions = square.flatten(1, 2)
     lengths = torch.randn_like(directions).norm(dim=-1, keepdim=True)
-    return (directions * lengths)[:, :n_features].to(torch.get_default_dtype())
+    return (directions * lengths)[:, :n_features].to(torch.get_default_dtype()).to(device)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -27,6 +27,7 @@ from imagegen.attention.base import Position
 from imagegen.attention.decay_attention import DecayAttention, DecayState, Inputs
 from imagegen.attention.short_convolution import ShortConvolution
 from imagegen.errors import UserError
+from imagegen.float64 import float64_device
 
 
 def rotated(x: Float[Tensor, "b h n d"], start: Position) -> Float[Tensor, "b h n d"]:
@@ -38,10 +39,10 @@ def rotated(x: Float[Tensor, "b h n d"], start: Position) -> Float[Tensor, "b h 
     """
     n, d = x.shape[-2:]
     # float32 would be off by thousandths of a turn after some ten thousand positions.
-    exact: dict[str, Any] = {"dtype": torch.float64, "device": x.device}
+    exact: dict[str, Any] = {"dtype": torch.float64, "device": float64_device(x.device)}
     theta = 10_000 ** (-torch.arange(0, d, 2, **exact) / d)
     angle = (start + torch.arange(n, **exact)).unsqueeze(-1) * theta
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = (t.to(x.dtype).to(x.device) for t in (angle.cos(), angle.sin()))
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], -1).flatten(-2)
 

@@ -198,20 +198,24 @@ class StridedAttention(CausalAttention[StridedState]):
                 position + 1,
             )
             ring = slice(0, min(position, self.stride) + 1)
+            groups = (
+                (
+                    q[:, :heads],
+                    state.window_keys[:, :, ring],
+                    state.window_values[:, :, ring],
+                ),
+                (
+                    q[:, heads:],
+                    self._seen(state.column_keys, position),
+                    self._seen(state.column_values, position),
+                ),
+            )
+            # A group may have no heads; PyTorch 2.9 then divides by zero, which ends the process.
             y = torch.cat(
                 [
-                    F.scaled_dot_product_attention(
-                        q[:, :heads],
-                        state.window_keys[:, :, ring],
-                        state.window_values[:, :, ring],
-                        scale=1,
-                    ),
-                    F.scaled_dot_product_attention(
-                        q[:, heads:],
-                        self._seen(state.column_keys, position),
-                        self._seen(state.column_values, position),
-                        scale=1,
-                    ),
+                    F.scaled_dot_product_attention(*group, scale=1)
+                    for group in groups
+                    if group[0].shape[1] > 0
                 ],
                 dim=1,
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from imagegen import options as opt
 from imagegen.benchmark.measure import Plan, Point, Runner, measure
 from imagegen.errors import UserError
+from imagegen.installation import pip_install
 from imagegen.output import staged_folder, write_atomic
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Common:
         Raises:
             UserError: naming the first option that cannot be.
         """
+        if str(config["device"]).startswith("mps"):
+            raise UserError("device=mps cannot be measured; use device=cpu or a CUDA device.")
         return cls(
             repeats=opt.whole_number(config["repeats"], "repeats", 1),
             budget=opt.positive_number(config["budget"], "budget"),
@@ -196,5 +199,5 @@ def publish(
     print(f"{said} in {result['seconds']:.0f} s: {out}")
     print(f"look at {out / f'{name}.md'}")
     if plot is not None and picture is None:
-        print("no plot was drawn, for that takes matplotlib: pip install -e '.[plot]'")
+        print(f"no plot was drawn, for that takes matplotlib: {pip_install('plot', 'matplotlib')}")
     return result

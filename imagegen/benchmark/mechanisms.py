@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from imagegen import options as opt
-from imagegen.cli import PROJECT_ROOT
+from imagegen.cli import conf_folder
 from imagegen.errors import UserError
 
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -91,13 +91,13 @@ def _entry(entry: object) -> Mechanism:
 
 
 def _files() -> list[str]:
-    return [path.stem for path in (PROJECT_ROOT / "conf" / "attention").glob("*.yaml")]
+    return [path.stem for path in (conf_folder() / "attention").glob("*.yaml")]
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Mechanism:
     from omegaconf import OmegaConf
 
-    found = OmegaConf.load(PROJECT_ROOT / "conf" / "attention" / f"{name}.yaml")
+    found = OmegaConf.load(conf_folder() / "attention" / f"{name}.yaml")
     config = {**cast(dict[str, Any], OmegaConf.to_container(found, resolve=True)), **options}
     label = " ".join([name, *(f"{key}={typed(value)}" for key, value in options.items())])
     return Mechanism(label, config)

@@ -16,6 +16,7 @@ What each kind of file becomes:
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_PIXELS = 1 << 27  # a file that claims more is a mistake or an attack; 384 MiB as RGB
-SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"))
+FIRST_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"))
+"""What was read when images were split by position; see `imagegen.data.folder_listing`."""
+# Pillow reads AVIF since 11.3, unless it was built without.
+_AVIF = (".avif",) if find_spec("PIL._avif") else ()
+SUFFIXES = FIRST_SUFFIXES.union((".jfif", ".jpe"), _AVIF)
+"""Of the files that are read as images."""
 
 _MODES = {1: "L", 3: "RGB"}
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N")

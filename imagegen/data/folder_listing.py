@@ -1,15 +1,25 @@
-"""Find the images of a folder and share them out among the splits."""
+"""Find the images of a folder and share them out among the splits.
+
+By contents, a file's split follows from a hash of its bytes: whatever is added, removed, renamed or
+moved, all other files stay where they are, and copies of a file fall into one split. The bytes are
+hashed rather than the pixels, which differ between versions of a decoder: an update would move
+images from one split to another. So the same picture saved anew counts as another file.
+
+By position, as up to version 0.1, a seed draws from the sorted list of paths. One more file
+then moves others from train to test; runs that began so keep it, or they would do just that.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt64
 
 from imagegen.data.base import SPLIT_NAMES, hold_out
 from imagegen.data.convert import SUFFIXES
@@ -22,6 +32,9 @@ _SPLIT_FOLDERS = {
     "validation": "val",
     "test": "test",
 }
+
+Rows = dict[str, Int64[np.ndarray, "_"]]
+"""Positions in a list of files, for each split, in rising order."""
 
 
 @dataclass(frozen=True)
@@ -38,59 +51,126 @@ class Listing:
     """The images of a folder.
 
     Attributes:
-        splits: files of train, val and test, each in the order of their paths.
+        files: in the order of their paths.
+        given: the splits that folders name; all files are train where none does.
         class_names: the folders that hold the images, or None where some lie in none.
-        labels: class numbers for each split, or None.
+        labels: class numbers of the files, or None.
+        left_out: how many other files there are, by suffix.
     """
 
-    splits: dict[str, list[ImageFile]]
+    files: list[ImageFile]
+    given: Rows
     class_names: tuple[str, ...] | None
-    labels: dict[str, Int64[np.ndarray, "n"]] | None
-
-    @property
-    def files(self) -> list[ImageFile]:
-        """All files: train, then val, then test."""
-        return [file for name in SPLIT_NAMES for file in self.splits[name]]
-
-    def rows(self, which: str) -> slice:
-        """Where the files of a split stand in `files`."""
-        start = 0
-        for name in SPLIT_NAMES:
-            stop = start + len(self.splits[name])
-            if name == which:
-                return slice(start, stop)
-            start = stop
-        raise KeyError(which)
+    labels: Int64[np.ndarray, "n"] | None
+    left_out: dict[str, int]
 
 
-def list_folder(root: Path, val_fraction: float, test_fraction: float) -> Listing:
-    """List the images below `root`, hidden files left out.
+def list_folder(root: Path, suffixes: frozenset[str] = SUFFIXES) -> Listing:
+    """List the files with one of the `suffixes` below `root`, hidden ones left out.
 
-    Folders train, val (or valid, validation) and test are the splits where they are there; what is
-    missing is cut from the training images by a fixed seed, at least one image each. Classes are
-    the first folder level below the root or the split's folder.
+    Folders train, val (or valid, validation) and test name the splits. Classes are the first folder
+    level below the root or the split's folder.
 
     Raises:
-        UserError: where the folder is missing, holds no images or too few, or mixes split folders
-            with other images.
+        UserError: where the folder is missing, holds no images, or mixes split folders with other
+            images.
     """
     if not root.is_dir():
-        raise UserError(f"dataset.root={root} is not a folder; give a folder of images.")
-    files = sorted(_walk(root), key=lambda file: file.path)
+        raise UserError(
+            f"dataset.root={root} is not a folder; give the folder of images, where it is now."
+        )
+    left_out: Counter[str] = Counter()
+    files = sorted(_walk(root, suffixes, left_out), key=lambda file: file.path)
     if not files:
         raise UserError(
-            f"{root} holds no images ({', '.join(sorted(SUFFIXES))}); give a folder that does."
+            f"{root} holds no images ({', '.join(sorted(suffixes))}); give a folder that does."
         )
-    splits, official = _official_splits(root, files)
+    given, official = _official_splits(root, files)
+    return Listing(files, given, *_classes(files, level=int(official)), dict(left_out))
+
+
+def cut_by_position(root: Path, given: Rows, val_fraction: float, test_fraction: float) -> Rows:
+    """The splits, those that are not given cut from train at random: at least one file each.
+
+    Args:
+        root: for the error.
+        given: of a `Listing`.
+        val_fraction, test_fraction: shares of the given training files.
+
+    Raises:
+        UserError: where there are too few files.
+    """
+    splits = dict(given)
     pool = len(splits["train"])
     for name, fraction in (("test", test_fraction), ("val", val_fraction)):
-        if not splits[name]:
-            splits["train"], splits[name] = _cut(root, splits["train"], fraction, pool)
-    class_names, labels = _classes(splits, official)
-    return Listing(splits, class_names, labels)
+        if not len(splits[name]):
+            count = max(1, round(fraction * pool))
+            if count >= len(splits["train"]):
+                raise UserError(
+                    f"{root} holds too few images ({pool}) to train on and to hold some out; add "
+                    "images, or lower dataset.val_fraction and dataset.test_fraction."
+                )
+            stays, held = hold_out(len(splits["train"]), count)
+            splits["train"], splits[name] = splits["train"][stays], splits["train"][held]
+    return splits
 
 
-def _walk(root: Path) -> Iterator[ImageFile]:
+def cut_by_contents(
+    root: Path,
+    given: Rows,
+    val_fraction: float,
+    test_fraction: float,
+    digests: UInt64[np.ndarray, "n"],
+) -> Rows:
+    """The splits, those that are not given cut from train by the files' contents.
+
+    The files with the lowest digests are the test split, those with the highest the validation
+    split, up to the fractions of all digests that there can be; so their sizes are those fractions
+    on average. Where that leaves a split empty, it gets the next digest: in a folder of a few dozen
+    files an addition can therefore move one other file.
+
+    Args:
+        root: for the errors.
+        given: of a `Listing`.
+        val_fraction, test_fraction: shares of the given training files.
+        digests: of the contents of all files, evenly distributed.
+
+    Raises:
+        UserError: where there are too few files that differ, or the fractions leave none.
+    """
+    missing = [name for name in ("val", "test") if not len(given[name])]
+    if len(missing) == 2 and val_fraction + test_fraction >= 1:
+        raise UserError(
+            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} leave "
+            "nothing to train on; lower them."
+        )
+    pool = given["train"]
+    different, rank = np.unique(digests[pool], return_inverse=True)
+    left = len(different)
+    if left <= len(missing):
+        raise UserError(
+            f"{root} holds too few different images ({left}) to train on and to hold some out; add "
+            "images."
+        )
+    splits = dict(given)
+    taken = np.zeros(len(pool), dtype=bool)
+    if "test" in missing:
+        below = np.searchsorted(different, np.uint64(test_fraction * 2.0**64))
+        count = min(max(int(below), 1), left - len(missing))
+        splits["test"] = pool[rank < count]
+        taken |= rank < count
+        left -= count
+    if "val" in missing:
+        # Counted down from the top, so that one fraction does not depend on the other.
+        above = np.searchsorted(~different[::-1], np.uint64(val_fraction * 2.0**64))
+        count = min(max(int(above), 1), left - 1)
+        splits["val"] = pool[rank >= len(different) - count]
+        taken |= rank >= len(different) - count
+    splits["train"] = pool[~taken]
+    return splits
+
+
+def _walk(root: Path, suffixes: frozenset[str], left_out: Counter[str]) -> Iterator[ImageFile]:
     seen: set[str] = set()
     try:
         for folder, folders, names in os.walk(root, followlinks=True, onerror=_raise):
@@ -102,7 +182,11 @@ def _walk(root: Path) -> Iterator[ImageFile]:
             folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
             place = "".join(f"{part}/" for part in Path(folder).relative_to(root).parts)
             for name in names:
-                if name.startswith(".") or os.path.splitext(name)[1].lower() not in SUFFIXES:
+                suffix = os.path.splitext(name)[1].lower()
+                if name.startswith("."):
+                    continue
+                if suffix not in suffixes:
+                    left_out[suffix] += 1
                     continue
                 status = os.stat(os.path.join(folder, name))
                 # A pipe of that name would be waited for.
@@ -118,55 +202,37 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _official_splits(root: Path, files: list[ImageFile]) -> tuple[dict[str, list[ImageFile]], bool]:
+def _official_splits(root: Path, files: Sequence[ImageFile]) -> tuple[Rows, bool]:
     """Files by split, and whether folders say so; all are train where no folder does."""
-    splits: dict[str, list[ImageFile]] = {name: [] for name in SPLIT_NAMES}
-    others: list[ImageFile] = []
-    for file in files:
+    splits: dict[str, list[int]] = {name: [] for name in SPLIT_NAMES}
+    others: list[int] = []
+    for row, file in enumerate(files):
         parts = file.path.split("/")
         split = _SPLIT_FOLDERS.get(parts[0].lower()) if len(parts) > 1 else None
-        (others if split is None else splits[split]).append(file)
+        (others if split is None else splits[split]).append(row)
     if not any(splits.values()):
-        splits["train"] = others
-        return splits, False
+        return _rows({**splits, "train": others}), False
     if others:
         raise UserError(
-            f"{root} mixes folders of splits with other images, such as {others[0].path}; put all "
-            "training images into train/, or rename the folders train, val, test."
+            f"{root} mixes folders of splits with other images, such as {files[others[0]].path}; "
+            "put all training images into train/, or rename the folders train, val, test."
         )
     if not splits["train"]:
         raise UserError(f"{root} has no training images; put them into {root / 'train'}.")
-    return splits, True
+    return _rows(splits), True
 
 
-def _cut(
-    root: Path, files: list[ImageFile], fraction: float, pool: int
-) -> tuple[list[ImageFile], list[ImageFile]]:
-    """Files that stay in train, and those held out: a fraction of the pool, at least one."""
-    count = max(1, round(fraction * pool))
-    if count >= len(files):
-        raise UserError(
-            f"{root} holds too few images ({pool}) to train on and to hold some out; add images, "
-            "or lower dataset.val_fraction and dataset.test_fraction."
-        )
-    stays, held = hold_out(len(files), count)
-    return [files[row] for row in stays], [files[row] for row in held]
+def _rows(splits: Mapping[str, Sequence[int]]) -> Rows:
+    return {name: np.array(rows, dtype=np.int64) for name, rows in splits.items()}
 
 
 def _classes(
-    splits: dict[str, list[ImageFile]], official: bool
-) -> tuple[tuple[str, ...] | None, dict[str, Int64[np.ndarray, "n"]] | None]:
-    level = 1 if official else 0
-    folders: dict[str, list[str]] = {}
-    for name, files in splits.items():
-        parts = [file.path.split("/") for file in files]
-        if any(len(part) < level + 2 for part in parts):
-            return None, None
-        folders[name] = [part[level] for part in parts]
-    class_names = tuple(sorted({folder for found in folders.values() for folder in found}))
+    files: Sequence[ImageFile], level: int
+) -> tuple[tuple[str, ...] | None, Int64[np.ndarray, "n"] | None]:
+    parts = [file.path.split("/") for file in files]
+    if any(len(part) < level + 2 for part in parts):
+        return None, None
+    folders = [part[level] for part in parts]
+    class_names = tuple(sorted(set(folders)))
     number = {folder: index for index, folder in enumerate(class_names)}
-    labels = {
-        name: np.array([number[folder] for folder in found], dtype=np.int64)
-        for name, found in folders.items()
-    }
-    return class_names, labels
+    return class_names, np.array([number[folder] for folder in folders], dtype=np.int64)

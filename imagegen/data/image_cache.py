@@ -1,4 +1,8 @@
-"""One array of all images of a folder, converted once and then mapped into memory."""
+"""One array of all images of a folder, converted once and then mapped into memory.
+
+The file is what `np.save` writes, followed by digests: `image_digests` of the rows (int64 "n",
+little-endian), then those of the files' contents (uint64 "n"), in the order of their paths.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +13,49 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8, UInt64
 
+from imagegen.data.base import image_digests
 from imagegen.errors import UserError
 from imagegen.machine import usable_cpus
 from imagegen.progress import image_progress
+
+T = TypeVar("T")
 
 BLOCK = 512  # images converted between two writes
 PART = 8  # of these, in one thread at a time
 
 
-def open_cache(path: Path, shape: tuple[int, int, int, int]) -> UInt8[np.ndarray, "n h w c"] | None:
-    """The cached array as a read-only memory map; None where there is none, or not a whole one."""
+class Cache(NamedTuple):
+    """What the file holds; `images` is a read-only memory map."""
+
+    images: UInt8[np.ndarray, "n h w c"]
+    digests: Int64[np.ndarray, "n"]
+    contents: UInt64[np.ndarray, "n"]
+
+
+def open_cache(path: Path, shape: tuple[int, int, int, int]) -> Cache | None:
+    """The cached images "n h w c"; None where there is no file, or not a whole one."""
     # A header that is not the very one that is written here is not parsed: a damaged one may be
     # anything.
     header = _header(shape)
+    end = len(header) + math.prod(shape)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if file.read(len(header)) != header or size != len(header) + math.prod(shape):
+            if file.read(len(header)) != header or size != end + 16 * shape[0]:
                 return None
-        return np.memmap(path, np.uint8, "r", len(header), shape)
+            images = np.memmap(file, np.uint8, "r", len(header), shape)
+            file.seek(end)
+            digests, contents = file.read(8 * shape[0]), file.read(8 * shape[0])
+        return Cache(
+            images,
+            np.frombuffer(digests, "<i8").astype(np.int64),
+            np.frombuffer(contents, "<u8").astype(np.uint64),
+        )
     except (OSError, ValueError):
         return None
 
@@ -42,8 +65,9 @@ def build_cache(
     files: Sequence[Path],
     shape: tuple[int, int, int],
     convert: Callable[[Path], UInt8[np.ndarray, "h w c"]],
+    contents: UInt64[np.ndarray, "n"],
 ) -> None:
-    """Convert `files`, in order, into one `.npy` file of uint8 "n h w c".
+    """Convert `files`, in order, into one `.npy` file of uint8 "n h w c", and add the digests.
 
     The file appears under its name when it is whole, so two processes may build at once: each
     writes its own, and the last to finish stays.
@@ -57,7 +81,7 @@ def build_cache(
             prefix=".building-", suffix=".npy", dir=path.parent, delete=False
         ) as part:
             try:
-                _write(part, files, shape, convert)
+                _write(part, files, shape, convert, contents)
                 part.flush()
                 os.fsync(part.fileno())
                 part.close()
@@ -78,11 +102,17 @@ def _write(
     files: Sequence[Path],
     shape: tuple[int, int, int],
     convert: Callable[[Path], UInt8[np.ndarray, "h w c"]],
+    contents: UInt64[np.ndarray, "n"],
 ) -> None:
     # Written in order rather than into a memory map: a full disk is then an error, not a crash.
     part.write(_header((len(files), *shape)))
-    for block in _converted(files, convert):
-        part.write(np.ascontiguousarray(np.stack(block)).data)
+    digests = []
+    for block in in_blocks("converting images", files, convert):
+        images = np.ascontiguousarray(np.stack(block))
+        part.write(images.data)
+        digests.append(image_digests(images))
+    part.write(np.concatenate(digests).astype("<i8").tobytes())
+    part.write(contents.astype("<u8").tobytes())
 
 
 def _header(shape: tuple[int, int, int, int]) -> bytes:
@@ -92,13 +122,14 @@ def _header(shape: tuple[int, int, int, int]) -> bytes:
     return header.getvalue()
 
 
-def _converted(
-    files: Sequence[Path], convert: Callable[[Path], UInt8[np.ndarray, "h w c"]]
-) -> Iterator[list[UInt8[np.ndarray, "h w c"]]]:
-    # Pillow decodes and resizes outside the interpreter's lock, so threads are enough.
+def in_blocks(
+    description: str, files: Sequence[Path], work: Callable[[Path], T]
+) -> Iterator[list[T]]:
+    """`work(file)` of each file, in order, done in threads and handed over in blocks."""
+    # Pillow and hashlib work outside the interpreter's lock, so threads are enough.
     workers = min(16, usable_cpus())
     with (
-        image_progress("converting images", len(files)) as advance,
+        image_progress(description, len(files)) as advance,
         ThreadPoolExecutor(workers) as pool,
     ):
         for start in range(0, len(files), BLOCK):
@@ -107,7 +138,7 @@ def _converted(
                 files[first : first + PART]
                 for first in range(start, min(start + BLOCK, len(files)), PART)
             ]
-            for images in pool.map(lambda part: [convert(file) for file in part], parts):
-                block.extend(images)
-                advance(len(images))
+            for done in pool.map(lambda part: [work(file) for file in part], parts):
+                block.extend(done)
+                advance(len(done))
             yield block

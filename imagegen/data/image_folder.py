@@ -10,28 +10,49 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8, UInt64
 
-from imagegen.data.base import ImageDataset, ImageSplit, check_split_name, data_folder
-from imagegen.data.convert import check_channels, fit_image, read_image
-from imagegen.data.folder_listing import ImageFile, Listing, list_folder
-from imagegen.data.image_cache import build_cache, open_cache
+from imagegen.data.base import (
+    SPLIT_NAMES,
+    ImageDataset,
+    ImageSplit,
+    check_split_name,
+    data_folder,
+)
+from imagegen.data.convert import (
+    FIRST_SUFFIXES,
+    SUFFIXES,
+    check_channels,
+    fit_image,
+    read_image,
+)
+from imagegen.data.folder_listing import (
+    ImageFile,
+    Listing,
+    Rows,
+    cut_by_contents,
+    cut_by_position,
+    list_folder,
+)
+from imagegen.data.image_cache import Cache, build_cache, in_blocks, open_cache
 from imagegen.errors import UserError
+from imagegen.provenance import sha256_of
 from imagegen.spec import ImageSpec
 
-_CACHE_VERSION = 2  # raise it when conversion changes, so that old caches are not used
+CONTENTS, POSITION = "contents", "position"
+_CACHE_VERSION = 3  # raise it when conversion changes, so that old caches are not used
 
 
 class ImageFolder(ImageDataset):
-    """A folder of PNG, JPEG, WebP, BMP, GIF or TIFF files, nested or flat.
+    """A folder of PNG, JPEG, WebP, BMP, GIF, TIFF or AVIF files, nested or flat.
 
     Images are resized and centre-cropped to one size (see `imagegen.data.convert`) and kept in one
     array, which is built once below `cache` and built again when a file is added, removed or
     changed.
 
     Folders train, val (valid, validation) and test below `root` are the splits where they are
-    there; what is missing is cut from the training images by a fixed seed. The first folder level
-    below gives the classes.
+    there; what is missing is cut from the training images (see `imagegen.data.folder_listing`). The
+    first folder level below gives the classes.
 
     Args:
         root: the folder.
@@ -39,6 +60,8 @@ class ImageFolder(ImageDataset):
         channels: 1 (grey) or 3 (RGB).
         val_fraction, test_fraction: shares of the training images to cut, between 0 and 1.
         cache: folder for the converted images; None is `cache` in the project's data folder.
+        split_by: `contents` or `position`, what decides which images are cut. The default is what
+            checkpoints mean that were written before there was a choice.
     """
 
     name = "image_folder"
@@ -51,6 +74,7 @@ class ImageFolder(ImageDataset):
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         cache: str | Path | None = None,
+        split_by: str = POSITION,
     ) -> None:
         if root is None or str(root) in ("", "???"):  # ??? is an omegaconf value that nobody gave
             raise UserError("dataset.root is missing; add dataset.root=<folder of images>.")
@@ -65,19 +89,34 @@ class ImageFolder(ImageDataset):
             _fraction("val_fraction", val_fraction),
             _fraction("test_fraction", test_fraction),
         )
-        self._images: np.ndarray | None = None
+        if split_by not in (CONTENTS, POSITION):
+            raise UserError(
+                f"dataset.split_by={split_by} is unknown; it can be {CONTENTS} or {POSITION}."
+            )
+        self.split_by = split_by
+        self._opened: Cache | None = None
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """Names of the first folder level, or None where some images lie in no folder."""
         return self._listing.class_names
 
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Files below the root that are not read."""
+        return self._listing.left_out
+
     def prepare(self) -> None:
         """Convert the images, where that has not been done for the folder as it is now."""
         if self._open() is not None:
             return
         listed = {self.root / file.path: file for file in self._listing.files}
-        build_cache(self._cache_file, list(listed), self.spec.shape, partial(self._convert, listed))
+        paths = list(listed)
+        contents = self._contents(paths)
+        rows = self._share_out(contents)
+        ordered = [paths[row] for name in SPLIT_NAMES for row in rows[name]]
+        convert = partial(self._convert, listed)
+        build_cache(self._cache_file, ordered, self.spec.shape, convert, contents)
         for stale in self.cache.glob(f"{self._cache_prefix}-*.npy"):
             if stale != self._cache_file:
                 stale.unlink(missing_ok=True)
@@ -85,23 +124,53 @@ class ImageFolder(ImageDataset):
     def split(self, which: str) -> ImageSplit:
         """One split: a slice of the memory map."""
         check_split_name(which)
-        images = self._open()
-        if images is None:
-            self.prepare()
-            images = self._open()
-        if images is None:
-            raise UserError(f"{self._cache_file} cannot be read; check the folder's permissions.")
-        labels = self._listing.labels
+        images, labels = self._cache().images, self._listing.labels
         return ImageSplit(
-            images[self._listing.rows(which)], None if labels is None else labels[which]
+            images[self._place(which)], None if labels is None else labels[self._rows[which]]
         )
 
-    def _open(self) -> UInt8[np.ndarray, "n h w c"] | None:
+    def digests(self, which: str) -> Int64[np.ndarray, "n"]:
+        """`image_digests` of a split, as they were when the images were converted."""
+        check_split_name(which)
+        return self._cache().digests[self._place(which)]
+
+    def _cache(self) -> Cache:
+        opened = self._open()
+        if opened is None:
+            self.prepare()
+            opened = self._open()
+        if opened is None:
+            raise UserError(f"{self._cache_file} cannot be read; check the folder's permissions.")
+        return opened
+
+    def _open(self) -> Cache | None:
         # Kept open: another process that finds the folder changed removes the file.
-        if self._images is None:
+        if self._opened is None:
             shape = (len(self._listing.files), *self.spec.shape)
-            self._images = open_cache(self._cache_file, shape)
-        return self._images
+            self._opened = open_cache(self._cache_file, shape)
+        return self._opened
+
+    def _contents(self, paths: Sequence[Path]) -> UInt64[np.ndarray, "n"]:
+        """The first 64 bits of the SHA-256 of each file, which decide its split."""
+        if self.split_by == POSITION:
+            return np.zeros(len(paths), dtype=np.uint64)
+        blocks = in_blocks("reading images", paths, lambda path: int(sha256_of(path)[:16], 16))
+        return np.array([digest for block in blocks for digest in block], dtype=np.uint64)
+
+    def _share_out(self, contents: UInt64[np.ndarray, "n"]) -> Rows:
+        if self.split_by == POSITION:
+            return cut_by_position(self.root, self._listing.given, *self.fractions)
+        return cut_by_contents(self.root, self._listing.given, *self.fractions, contents)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return self._share_out(self._cache().contents)
+
+    def _place(self, which: str) -> slice:
+        """Where a split's images are in the array."""
+        before = SPLIT_NAMES[: SPLIT_NAMES.index(which)]
+        start = sum(len(self._rows[name]) for name in before)
+        return slice(start, start + len(self._rows[which]))
 
     def _convert(self, listed: Mapping[Path, ImageFile], path: Path) -> UInt8[np.ndarray, "h w c"]:
         image = fit_image(read_image(path, self.spec.channels), *self.spec.shape[:2])
@@ -114,20 +183,23 @@ class ImageFolder(ImageDataset):
 
     @cached_property
     def _listing(self) -> Listing:
-        return list_folder(self.root, *self.fractions)
+        # One more kind of file would change all positions.
+        return list_folder(self.root, FIRST_SUFFIXES if self.split_by == POSITION else SUFFIXES)
 
     @cached_property
     def _cache_prefix(self) -> str:
         """The same for one folder and one set of options, whatever the folder holds."""
         word = re.sub(r"[^A-Za-z0-9_-]", "_", self.root.name)[:40] or "images"
         size = "x".join(str(length) for length in self.spec.shape)
-        return f"{word}-{size}-{_digest([str(self.root), *self.fractions], 8)}"
+        options = [str(self.root), *self.fractions]
+        if self.split_by != POSITION:
+            options.append(self.split_by)
+        return f"{word}-{size}-{_digest(options, 8)}"
 
     @cached_property
     def _cache_file(self) -> Path:
         files = [[file.path, file.size, file.mtime_ns] for file in self._listing.files]
-        splits = [len(self._listing.splits[name]) for name in ("train", "val", "test")]
-        key = _digest([_CACHE_VERSION, files, splits], 16)
+        key = _digest([_CACHE_VERSION, files], 16)
         return self.cache / f"{self._cache_prefix}-{key}.npy"
 
 

@@ -32,6 +32,8 @@ else:  # Annotations are checked in tests; the model imports nothing from here.
 class Decoder(ABC):
     """Draws from one model.
 
+    Tensors are on the model's device; arrays are, as ever, on the CPU.
+
     Attributes:
         variant: what the compiled code depends on, in one word.
         precision: of the weights: 32, int16 or int8.
@@ -101,7 +103,7 @@ def choose_decoder(
         controls: how to draw.
         precision: of the weights: `32` for float32; `int16` or `int8` for whole numbers, see
             `imagegen.decode.integer`; `auto` takes int16 where the processor has instructions for
-            it, which has changed bits/dim by less than 0.0001 where it was measured.
+            it, which has changed bits/dim by less than 0.0001 where it was measured, else float32.
 
     Raises:
         UserError: for another precision.
@@ -127,6 +129,8 @@ def parameters_as_drawn(
 ) -> Float[Tensor, "b n p"]:
     """`ImageTransformer.parameters_of`, step by step in the arithmetic of the compiled loop.
 
+    All tensors are on the model's device.
+
     Raises:
         UserError: for an unknown precision, or a model that has no compiled loop.
     """
@@ -137,8 +141,9 @@ def parameters_as_drawn(
             f"precision={precision} asks for compiled loops, and there are none: {decoder}; leave "
             "precision out."
         )
-    known = None if labels is None else labels.numpy()
-    return torch.from_numpy(decoder.parameters(sequence.numpy(), known))
+    known = None if labels is None else labels.cpu().numpy()
+    found = torch.from_numpy(decoder.parameters(sequence.cpu().numpy(), known))
+    return found.to(model.device)
 
 
 def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
@@ -157,14 +162,17 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     if reason is not None:
         return reason
 
-    bits = BITS[precision]
-    if bits < 32 and not is_supported():
-        if precision != "auto":
-            say(f"in float32, for the processor has no instructions for {precision}")
-        bits = 32
+    bits = 32 if precision == "auto" and not is_supported() else BITS[precision]
     decoder: Decoder = fused.FusedDecoder(model, bits)
     if first_use(_folder(), decoder.variant):
         say("for the first time: compiling the loop for this machine takes seconds, once")
+    first_step = np.zeros((1, 1, model.raster.values_per_step), dtype=np.uint8)
+    try:
+        with torch.no_grad():
+            decoder.parameters(first_step)  # compiles, or loads what was compiled
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return f"compiling them into {_folder()} failed ({type(error).__name__}: {reason})"
     return decoder
 
 
@@ -178,11 +186,12 @@ def machine_choice(device: torch.device) -> Choice:
         _fused()
     except Exception as error:  # as in `_decoder`
         return Choice("PyTorch's operations", str(error))
+    from imagegen.decode.compile import target
     from imagegen.decode.integer import is_supported
 
-    if is_supported():
-        return Choice("compiled loop, int16", "this CPU has AVX2")
-    return Choice("compiled loop, float32", "this CPU does not have AVX2")
+    sets = ", ".join(target().instruction_sets) or "neither FMA nor AVX2"
+    precision = "int16" if is_supported() else "float32"
+    return Choice(f"compiled loop, {precision}", f"compiled for {sets}")
 
 
 def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:

@@ -27,6 +27,7 @@ from imagegen.decode.prepare import components_of, features_of, settings_of, wei
 from imagegen.decode.team import ABANDONED, abandon, team_flags
 from imagegen.heads.controls import Controls
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
+from imagegen.machine import threads
 from imagegen.model import ImageTransformer, ModelState
 
 MICRO_BATCH = 48
@@ -197,10 +198,10 @@ class FusedDecoder(Decoder):
 
 def _teams(model: ImageTransformer, rows: int) -> tuple[int, int]:
     """The number of teams of threads, and of the members of each."""
-    threads = torch.get_num_threads()
+    count = int(threads().value)
     heads = cast(Block, model.blocks[0]).attention.n_heads
-    members = 1 if rows >= ROWS_ALONE * threads else min(threads, heads, TEAM)
-    return threads // members, members
+    members = 1 if rows >= ROWS_ALONE * count else min(count, heads, TEAM)
+    return count // members, members
 
 
 def _parts(rows: int, teams: int) -> list[slice]:

@@ -1,7 +1,7 @@
 """Matrix products for a few rows at a time, whose results do not depend on how many there are.
 
 Libraries choose another order of summation for one row than for many, so that an image would depend
-on what is drawn beside it. Here every output is summed over the inputs in order, with one fused
+on what is drawn beside it. Here every output is summed over the inputs in order, with one
 multiply-add each, whatever the number of rows. Weights are packed once into panels of 16 outputs; a
 tile of 6 rows and 16 outputs stays in registers (Goto and van de Geijn, 2008; BLIS, Van Zee and van
 de Geijn, 2015).
@@ -24,9 +24,9 @@ from imagegen.decode.vectors import (
     FLOAT,
     LANES,
     floats,
-    fused_multiply_add,
     load,
     moved,
+    multiply_add,
     number,
     prefetch,
     scaled,
@@ -72,7 +72,7 @@ def _tile(rows: int) -> Any:
 def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
     a, a_stride, b, start, c, c_stride, n = args
     columns, line = range(PANEL // LANES), PANEL * FLOAT
-    fma = fused_multiply_add(builder)
+    fma = multiply_add(builder)
 
     def row(address: Any, stride: Any, r: int) -> Any:
         return builder.add(address, scaled(builder, stride, r * FLOAT))

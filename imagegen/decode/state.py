@@ -17,9 +17,9 @@ from imagegen.decode.vectors import (
     FLOAT,
     LANES,
     floats,
-    fused_multiply_add,
     load,
     moved,
+    multiply_add,
     number,
     prefetch,
     scaled,
@@ -56,7 +56,7 @@ def _pass(vectors: int, updates: bool) -> Any:
 def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) -> Any:
     state, stride, decay, k, q, v, out, d = args
     columns = range(vectors)
-    fma = fused_multiply_add(builder)
+    fma = multiply_add(builder)
     bytes_a_row = scaled(builder, stride, FLOAT)
 
     def column(address: Any, j: int) -> Any:

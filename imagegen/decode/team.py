@@ -7,8 +7,6 @@ other threads run.
 
 from __future__ import annotations
 
-import platform
-import sys
 from typing import Any, no_type_check
 
 import numpy as np
@@ -18,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from imagegen.decode.compile import compiled, inline
+from imagegen.decode.compile import compiled, inline, target
 
 COUNT, GENERATION, ABANDONED, SIZE = 0, 8, 16, 24
 """Places in the array of a team, each on a cache line of its own."""
@@ -70,7 +68,7 @@ def _pause(typingctx: Any) -> Any:
     """Tells the processor that this is a loop of looks."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if platform.machine().lower() in ("x86_64", "amd64"):
+        if target().is_x86:
             kind = ir.FunctionType(ir.VoidType(), [])
             function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
             builder.call(function, [])
@@ -83,7 +81,7 @@ def _pause(typingctx: Any) -> Any:
 @intrinsic
 def _let_others_run(typingctx: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
+        name = "SwitchToThread" if "windows" in target().triple else "sched_yield"
         kind = ir.FunctionType(ir.IntType(32), [])
         builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
         return context.get_dummy_value()

@@ -48,10 +48,14 @@ def spread(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, empty, ir.Constant(wholes, [0] * LANES))
 
 
-def fused_multiply_add(builder: Any) -> Callable[[Any, Any, Any], Any]:
-    """A function that gives a b + c of three vectors, rounded once."""
+def multiply_add(builder: Any) -> Callable[[Any, Any, Any], Any]:
+    """A function that gives a b + c of three vectors.
+
+    It is rounded once where the target has an instruction for that, and after each operation where
+    it has not: `llvm.fma` would call a function of the C library there, once for each number.
+    """
     kind = ir.FunctionType(floats, [floats] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     return lambda a, b, c: builder.call(function, [a, b, c])
 
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from imagegen.float64 import to_float64
 from imagegen.heads.controls import Controls, nucleus
 
 
@@ -20,6 +21,9 @@ class OutputHead(nn.Module, ABC):
     """Maps the model's output to a distribution over the levels of a step's values.
 
     The values of a step are modelled one after another: the second given the first, and so on.
+
+    All tensors are on the device of the head, with one exception: the uniform numbers, which are
+    float64, are on its `float64_device`, where levels are drawn.
 
     Args:
         d_model: width `e` of the model's output.
@@ -103,7 +107,7 @@ class OutputHead(nn.Module, ABC):
         uniforms: Float[Tensor, "b u"],
         controls: Controls,
     ) -> Integer[Tensor, "b s"]:
-        """`sample` where something is left to chance."""
+        """`sample` where something is left to chance; all in float64, on one device."""
 
     def check(self, controls: Controls) -> None:
         """Refuse controls that this distribution does not have.
@@ -122,17 +126,18 @@ class OutputHead(nn.Module, ABC):
 
         Args:
             parameters: as `forward` gives them.
-            uniforms: independent numbers in the open interval (0, 1), float64.
+            uniforms: independent numbers in the open interval (0, 1), float64, on the
+                `float64_device` of the parameters' device.
             controls: see `Controls`; its guidance does not matter here.
 
         Returns:
-            int64 levels, 0 to levels - 1.
+            int64 levels, 0 to levels - 1, on the parameters' device.
         """
         if controls.greedy:
             return self._in_turn(
                 parameters, lambda given: self.log_probabilities(parameters, given).argmax(dim=-1)
             )
-        return self._draw(parameters.double(), uniforms, controls)
+        return self._draw(to_float64(parameters), uniforms, controls).to(parameters.device)
 
     def sample_guided(
         self,
@@ -150,18 +155,22 @@ class OutputHead(nn.Module, ABC):
             parameters, unconditional: with and without the condition.
             uniforms: as in `sample`.
             controls: without temperatures of a mixture.
+
+        Returns:
+            as `sample`.
         """
+        conditional, unconditional = to_float64(parameters), to_float64(unconditional)
 
         def draw(given: Tensor) -> Tensor:
-            with_it = self.log_probabilities(parameters.double(), given)
-            without = self.log_probabilities(unconditional.double(), given)
+            with_it = self.log_probabilities(conditional, given)
+            without = self.log_probabilities(unconditional, given)
             scores = without + controls.guidance * (with_it - without)
             if controls.temperature == 0:
                 return scores.argmax(dim=-1)
             scores = nucleus(scores / controls.temperature, controls.top_p)
             return invert_cumulative(scores, uniforms[:, given.shape[-1]])
 
-        return self._in_turn(parameters, draw)
+        return self._in_turn(conditional, draw).to(parameters.device)
 
     def _in_turn(self, parameters: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """Draw the values of a step one after another, each given those before it."""

@@ -39,7 +39,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 LENGTHS = [1, 63, 64, 65, 784]
 
 
-def _cases() -> Iterator[Any]:
+def cases() -> Iterator[Any]:
     for path in sorted(CONF.glob("*.yaml")):
         for variant in VARIANTS.get(path.stem, [{}]):
             options = {**yaml.safe_load(path.read_text()), **variant}
@@ -47,7 +47,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(options, id=name)
 
 
-@pytest.fixture(params=_cases())
+@pytest.fixture(params=cases())
 def attention(request: pytest.FixtureRequest) -> CausalAttention:
     torch.manual_seed(0)
     module = build(

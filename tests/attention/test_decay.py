@@ -19,7 +19,7 @@ from imagegen.attention.retention import Retention
 from imagegen.attention.short_convolution import ShortConvolution
 from imagegen.attention.ssd import StateSpaceDuality
 from imagegen.errors import UserError
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model

@@ -15,7 +15,7 @@ from imagegen.attention.delta_rule import chunked_delta_rule, recurrent_delta_ru
 from imagegen.attention.gated_delta import GatedDeltaNet
 from imagegen.build import build
 from imagegen.errors import UserError
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model

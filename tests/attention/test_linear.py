@@ -13,7 +13,7 @@ from imagegen.attention.linear import (
 )
 from imagegen.attention.softmax import SoftmaxAttention
 from imagegen.errors import UserError
-from imagegen.generate import generate
+from imagegen.generation import generate
 from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model
 

@@ -6,6 +6,7 @@ import torch
 from imagegen.attention.buffers import ring_after, ring_in_order, ring_step
 from imagegen.attention.local import LocalAttention
 from imagegen.attention.softmax import SoftmaxAttention
+from imagegen.decode.waiting import no_waiting
 from imagegen.errors import UserError
 
 
@@ -63,3 +64,18 @@ def test_rings_keep_the_last_positions() -> None:
             kept = ring_in_order(ring, length).flatten().tolist()
             assert kept == [float(max(0, p)) for p in range(length - 3, length + 1)]
             ring = ring_step(ring, positions[:, :, length : length + 1], length)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("places", [1, 4])
+def test_a_ring_takes_the_length_as_a_tensor(places: int) -> None:
+    """In the same memory, and without reading the tensor back to the host."""
+    by_number, by_tensor = torch.randn(2, 2, 3, places, 5).unbind()
+    by_tensor.copy_(by_number)
+    length = torch.zeros((), dtype=torch.int64)
+    for new in torch.randn(9, 2, 3, 1, 5):
+        ring_step(by_number, new, int(length))
+        with no_waiting(length.device):
+            assert ring_step(by_tensor, new, length).data_ptr() == by_tensor.data_ptr()
+        assert torch.equal(by_tensor, by_number)
+        length += 1

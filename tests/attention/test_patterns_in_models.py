@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
 from tests.helpers import tiny_model

@@ -72,7 +72,8 @@ def test_command_writes_what_it_measured(done: tuple[Path, Any]) -> None:
     assert result["torch_version"] == torch.__version__
     assert result["plan"]["lengths"] == [64, 128]
     assert result["machine"]["cores"] >= 1
-    assert result["machine"]["settings"] == {"OMP_NUM_THREADS": "1"}
+    settings = result["machine"]["settings"]
+    assert settings["OMP_NUM_THREADS"] == "1"
     assert [each["name"] for each in result["mechanisms"]] == ["softmax", "linear chunk_size=16"]
     assert result["mechanisms"][1]["attention"]["chunk_size"] == 16
     for each in result["mechanisms"]:

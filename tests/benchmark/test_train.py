@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from imagegen import precision
+from imagegen import machine
 from imagegen.benchmark.common import ratio
 from imagegen.benchmark.contestants import TRAINERS
 from imagegen.benchmark.model_step import ModelStep
@@ -32,7 +32,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
     """The command's folder, and what it returned; bfloat16 is not there."""
     out = tmp_path_factory.mktemp("train") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision, "has_bf16", lambda _: False)
+        patch.setenv(machine.FORCE_BF16, "0")
         options = ["contestants=[linear,linear_bf16]", "batch_sizes=[1,2]", f"out={out}"]
         yield out, run(compose("benchmark_train", [*SMALL, *options]))
 

@@ -21,7 +21,7 @@ import torch
 
 from imagegen.checkpoint import FORMAT_VERSION, load_checkpoint
 from imagegen.data.digits import Digits
-from imagegen.generate import generate
+from imagegen.generation import generate
 
 FOLDER = Path(__file__).parent
 OPTIONS = [

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from imagegen.cli import PROJECT_ROOT
 from imagegen.data import image_cache
-from imagegen.data.base import SPLIT_NAMES
-from imagegen.data.image_cache import open_cache
+from imagegen.data.base import SPLIT_NAMES, image_digests
+from imagegen.data.image_cache import build_cache, open_cache
 from imagegen.data.image_folder import ImageFolder
 from imagegen.errors import UserError
 from tests.helpers import write_image
@@ -30,7 +30,7 @@ def write_photos(root: Path, count: int = 12) -> list[np.ndarray]:
 
 def opened(root: Path) -> ImageFolder:
     """The folder as a new process would open it."""
-    dataset = ImageFolder(root, size=4, cache=root.parent / "cache")
+    dataset = ImageFolder(root, size=4, cache=root.parent / "cache", split_by="contents")
     dataset.prepare()
     return dataset
 
@@ -42,7 +42,7 @@ def holds(dataset: ImageFolder, images: list[np.ndarray]) -> bool:
 
 
 def caches(root: Path) -> list[str]:
-    return [path.name for path in (root.parent / "cache").iterdir()]
+    return [path.name for path in (root.parent / "cache").glob("*")]
 
 
 def _added(root: Path, images: list[np.ndarray]) -> None:
@@ -96,24 +96,24 @@ def test_a_folder_changed_under_its_cache(
     assert len(caches(root)) == 1
 
 
-def test_a_file_that_goes_while_it_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("split_by", ["contents", "position"])
+def test_a_file_that_goes_while_it_is_waited_for(tmp_path: Path, split_by: str) -> None:
     root = tmp_path / "photos"
     images = write_photos(root)
-    dataset = ImageFolder(root, size=4, cache=tmp_path / "cache")
+    dataset = ImageFolder(root, size=4, cache=tmp_path / "cache", split_by=split_by)
     assert len(dataset._listing.files) == 12
     _removed(root, images)
-    with pytest.raises(UserError, match=r"03\.png does not exist"):
+    with pytest.raises(UserError, match=r"03\.png (does not exist|cannot be read: No such file)"):
         dataset.prepare()
     assert caches(root) == []
     assert holds(opened(root), images)
 
 
-def test_a_file_that_changes_while_it_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split_by", ["contents", "position"])
+def test_a_file_that_changes_while_it_is_waited_for(tmp_path: Path, split_by: str) -> None:
     root = tmp_path / "photos"
     images = write_photos(root)
-    dataset = ImageFolder(root, size=4, cache=tmp_path / "cache")
+    dataset = ImageFolder(root, size=4, cache=tmp_path / "cache", split_by=split_by)
     assert len(dataset._listing.files) == 12
     _altered(root, images)
     # Else a cache of the new pixels would bear the name of the old ones.
@@ -148,12 +148,20 @@ def test_what_is_no_whole_cache_is_none(tmp_path: Path, cut: int, place: int, ju
     path = tmp_path / "cache.npy"
     shape = (3, 2, 4, 1)
     array = np.arange(24, dtype=np.uint8).reshape(shape)
-    np.save(path, array)
+    files = [Path(str(number)) for number in range(3)]
+    contents = np.arange(3, dtype=np.uint64)
+    build_cache(path, files, shape[1:], lambda file: array[int(file.name)], contents)
+    assert np.array_equal(np.load(path), array)
+    kept = open_cache(path, shape)
+    assert kept is not None
+    assert np.array_equal(kept.images, array)
+    assert np.array_equal(kept.digests, image_digests(array))
+    assert np.array_equal(kept.contents, contents)
     whole = path.read_bytes()
     for content in (whole[:cut], junk + whole, whole[:place] + junk + whole[place + len(junk) :]):
         path.write_bytes(content)
         found = open_cache(path, shape)
-        assert found is None or (found.shape == shape and found.dtype == np.uint8)
+        assert found is None or (found.images.shape == shape and found.images.dtype == np.uint8)
         if len(content) < len(whole):
             assert found is None
 
@@ -244,7 +252,8 @@ if len(sys.argv) > 2:
         import time; time.sleep(0.2)
         return read(*arguments)
     image_folder.read_image = slowly
-dataset = image_folder.ImageFolder(sys.argv[1], size=4, cache=Path(sys.argv[1]).parent / "cache")
+cache = Path(sys.argv[1]).parent / "cache"
+dataset = image_folder.ImageFolder(sys.argv[1], size=4, cache=cache, split_by="contents")
 dataset.prepare()
 print(sum(int(dataset.split(name).images.sum()) for name in ("train", "val", "test")))
 """

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from imagegen import decode
-from imagegen.decode import choose_decoder
+from imagegen import decode, machine
+from imagegen.decode import choose_decoder, fused
 from imagegen.decode.embedding import condition_tables, embed, tables_of
 from imagegen.decode.fused import FusedDecoder
-from imagegen.decode.integer import is_supported
 from imagegen.decode.prepare import why_not
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
@@ -118,9 +117,9 @@ def test_the_same_images(
 def test_an_image_does_not_depend_on_its_company(
     model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from imagegen.decode import fused
 
     monkeypatch.setattr(fused, "MICRO_BATCH", 12)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
     expected = _all(model, 40, seed=3, labels=_labels(model))
     for n, batch_size, threads in ((1, 1, 1), (3, 2, 2), (40, 7, 1), (40, 64, 3)):
         before = torch.get_num_threads()
@@ -140,7 +139,7 @@ def test_an_image_does_not_depend_on_its_company(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [32, *(bits for bits in (16, 8) if is_supported())])
+@pytest.mark.parametrize("bits", [32, 16, 8])
 def test_the_distribution_of_every_step(model: ImageTransformer, bits: int) -> None:
     """Step by step in the decoder's arithmetic against the parallel form in float64."""
     decoder = FusedDecoder(model, bits)
@@ -170,6 +169,7 @@ def test_an_interrupted_drawing_ends(
     def stop(done: float) -> None:
         raise Stop
 
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -177,6 +177,16 @@ def test_an_interrupted_drawing_ends(
             _all(model, 5, progress=stop, labels=_labels(model))
     finally:
         torch.set_num_threads(before)
+
+
+def test_no_more_threads_than_usable_cpus(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as PyTorch announces in a container of two CPUs on a large host."""
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert fused._teams(model, 64) == (2, 1)
+    assert fused._teams(model, 1) == (1, 2)
 
 
 def test_progress_adds_up(model: ImageTransformer) -> None:
@@ -256,3 +266,36 @@ def test_what_the_loop_cannot_draw_is_left_to_pytorch(monkeypatch: pytest.Monkey
     assert choose_decoder(model.double(), Controls()) is None
     monkeypatch.setattr(decode, "SHORTEST", 17)
     assert choose_decoder(model.float(), Controls()) is None
+
+
+def test_where_compiling_fails_pytorch_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def fails(*_: object) -> None:
+        raise TypeError("no such type\nand much more")
+
+    model = tiny_model(ImageSpec(4, 4, 1, 17))
+    expected = _all(model, 2, seed=1)
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    monkeypatch.setattr(fused, "run", fails)
+    decode.say.cache_clear()
+    for _ in range(2):
+        assert np.array_equal(_all(model, 2, seed=1), expected)
+    said = capsys.readouterr().err
+    assert said.count("drawing without compiled loops") == 1
+    assert "(TypeError: no such type)" in said
+
+
+def test_the_first_step_compiles_all_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what cannot be compiled is known before anything is drawn."""
+    from imagegen.decode.loop import run
+
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    model = tiny_model(ImageSpec(6, 5, 1, 17))
+    assert choose_decoder(model, Controls()) is not None
+    before = set(run.signatures)
+    assert before
+    _all(model, 7, seed=1, batch_size=3, controls=Controls(temperature=0.7))
+    complete(model, _all(model, 2, seed=1), [2, 3], 2, seed=1)
+    assert set(run.signatures) == before

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from imagegen.generate import generate
+from imagegen.generation import generate
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
 

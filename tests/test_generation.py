@@ -6,7 +6,7 @@ import torch
 
 from imagegen.drawing import uniforms
 from imagegen.errors import UserError
-from imagegen.generate import complete, generate
+from imagegen.generation import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec

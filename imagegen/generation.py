@@ -1,5 +1,11 @@
 """Batched generation and completion from the recurrent state.
 
+Image i of a seed is drawn from the same random numbers whatever is drawn beside it, on every
+device. On the CPU its levels are then the same too, bit for bit. On a GPU, libraries choose their
+algorithms by the number of rows, in ways of their own: where two of them round differently, a level
+at the edge of a random number may fall otherwise, and with it all that follow. `imagegen.verify`
+measures it.
+
 Axes: `b` batch, `n` image, `k` completion, `h w c` height, width, channel.
 """
 
@@ -21,7 +27,8 @@ from imagegen.model import ImageTransformer
 DEFAULT_BATCH = 64
 
 # Matrix products round differently for a handful of rows than for many. Batches are filled up to
-# whole groups of this many rows, so that an image does not depend on what is drawn beside it.
+# whole groups of this many rows, so that an image does not depend on what is drawn beside it: found
+# with the libraries that PyTorch uses on CPUs.
 ROW_GROUP = 16
 
 
@@ -40,9 +47,10 @@ def generate(
     """Draw images `start` to `start + n - 1` of `seed`.
 
     Args:
-        model: draws on the device it lies on; its training mode is left as it was.
+        model: draws on its device; its training mode is left as it was.
         n: number of images, at least 1.
-        seed: 0 to 2^64 - 1. Image i of a seed is the same for every n, batch size and start.
+        seed: 0 to 2^64 - 1. Image i of a seed has the same random numbers for every n, batch size
+            and start; on the CPU it is the same image, on other devices but for their rounding.
         controls: temperatures, top_p and guidance; by default, what the model has learned is drawn.
         labels: image i is of class labels[i % len(labels)], 0 to n_classes - 1, or -1 for none;
             without them no image has a label.
@@ -104,11 +112,12 @@ def complete(
     are kept bit for bit.
 
     Args:
-        model: draws on the device it lies on; its training mode is left as it was.
+        model: draws on its device; its training mode is left as it was.
         images: levels.
         visible_rows: for each image, the number of rows to keep, 0 to h.
-        completions: continuations `k` of each image, at least 1. Continuation j of image i is the
-            same for every number of images and continuations.
+        completions: continuations `k` of each image, at least 1. Continuation j of image i has the
+            same random numbers for every number of images and continuations; see `generate` for
+            where it is the same image.
         seed, controls, labels, batch_size, precision: as in `generate`.
         progress: called with the (fractional) number of continuations done since the last call.
 

@@ -1,0 +1,8 @@
+"""`python -m imagegen COMMAND …`: the same as `imagegen COMMAND …`."""
+
+import sys
+
+from imagegen.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""Every way that a model is used, run on the CPU and on a simulated device, and compared.
+
+The mechanisms are those of conf/attention/, with the variants that their contract is tested with,
+and the heads those of conf/head/: a new one of either is here without being registered. The ways
+are the functions below that are marked. Those that run the code of a mechanism are taken with every
+mechanism, and a head in turn; the others see of a mechanism no more than its steps and are taken
+with every head, for one mechanism whose state keeps its size and for one whose state grows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pytorch_lightning import Trainer
+from torch import Tensor
+
+from imagegen import decode
+from imagegen.callbacks import Grids
+from imagegen.cli import PROJECT_ROOT
+from imagegen.coding import decode as decode_images
+from imagegen.coding import encode
+from imagegen.data.base import ImageSplit
+from imagegen.decode import graph
+from imagegen.errors import UserError
+from imagegen.evaluate import classify_images, score_images
+from imagegen.generation import complete, generate
+from imagegen.heads.controls import Controls
+from imagegen.model import ImageTransformer
+from imagegen.muon import Muon
+from imagegen.spec import ImageSpec
+from imagegen.training import ImageModule
+from imagegen.verify_checks import GROWING, all_checks
+from tests.attention.test_contract import cases as attentions
+from tests.devices.simulated import Simulation
+
+HEADS = sorted((PROJECT_ROOT / "conf" / "head").glob("*.yaml"))
+COLOUR, GREY = ImageSpec(3, 2, 3, 9), ImageSpec(3, 2, 1, 9)
+N_CLASSES = 3
+
+Way = Callable[[ImageTransformer], Any]
+OF_MECHANISMS: dict[str, Way] = {}
+OF_HEADS: dict[str, Way] = {}
+
+
+def way(kind: dict[str, Way]) -> Callable[[Way], Way]:
+    """Marks a way that a model is used; what it returns is the same on every device."""
+
+    def mark(function: Way) -> Way:
+        kind[function.__name__] = function
+        return function
+
+    return mark
+
+
+def _mechanisms() -> Iterator[Any]:
+    for attention, head in zip(attentions(), itertools.cycle(HEADS), strict=False):
+        options = (attention.values[0], yaml.safe_load(head.read_text()))
+        yield pytest.param(options, id=f"{attention.id}-{head.stem}")
+
+
+def _heads() -> Iterator[Any]:
+    for head in HEADS:
+        for name in ("linear", "softmax"):
+            text = (PROJECT_ROOT / "conf" / "attention" / f"{name}.yaml").read_text()
+            options = (yaml.safe_load(text), yaml.safe_load(head.read_text()))
+            yield pytest.param(options, id=f"{head.stem}-{name}")
+
+
+MECHANISM_CASES, HEAD_CASES = list(_mechanisms()), list(_heads())
+
+
+def make(case: tuple[dict[str, Any], dict[str, Any]]) -> ImageTransformer:
+    """A small model with all that a model can have beside its mechanism and its head."""
+    attention, head = case
+
+    def model(spec: ImageSpec) -> ImageTransformer:
+        torch.manual_seed(0)
+        made = ImageTransformer(
+            spec,
+            attention=attention,
+            head=head,
+            embedding={"_target_": "imagegen.embedding.Neighbourhood"},
+            n_layers=1,
+            d_model=16,
+            n_heads=2,
+            d_ff=16,
+            tokens="pixel",
+            linear_prediction=True,
+            convolution=[1, 1],
+            n_classes=N_CLASSES,
+            label_grid=2,
+            flips=True,
+        )
+        assert made.label is not None
+        assert made.label.areas is not None
+        # As trained: they start at zero, where nothing would show.
+        torch.nn.init.normal_(made.label.areas, std=0.3)
+        return made.eval()
+
+    try:
+        return model(COLOUR)
+    except UserError:  # A head of one value a step.
+        return model(GREY)
+
+
+def images_of(model: ImageTransformer, n: int) -> np.ndarray:
+    values = np.random.default_rng(1).integers(0, model.spec.levels, (n, *model.spec.shape))
+    return values.astype(np.uint8)
+
+
+def labels_of(n: int) -> np.ndarray:
+    return np.arange(n) % (N_CLASSES + 1) - 1
+
+
+def batch_of(model: ImageTransformer, n: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, labels and which of the images are mirrored, on the model's device."""
+    device = model.device
+    images, labels = torch.from_numpy(images_of(model, n)), torch.from_numpy(labels_of(n))
+    return images.to(device), labels.to(device), (torch.arange(n) % 2 == 0).to(device)
+
+
+@contextlib.contextmanager
+def _without_reads() -> Iterator[None]:
+    """On a device, nothing may wait for it meanwhile."""
+    simulation = Simulation.current
+    with contextlib.nullcontext() if simulation is None else simulation.without_reads():
+        yield
+
+
+def _train(
+    model: ImageTransformer,
+    dtype: torch.dtype | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
+    model.train()
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    batch = batch_of(model)
+    torch.manual_seed(0)
+    with _without_reads():
+        with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
+            loss = model.bits_per_dim(*batch).mean()
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return [loss, *(parameter.grad for parameter in model.parameters()), *model.parameters()]
+
+
+@way(OF_MECHANISMS)
+def training_step(model: ImageTransformer) -> Any:
+    return _train(model)
+
+
+@way(OF_MECHANISMS)
+def training_step_in_bfloat16(model: ImageTransformer) -> Any:
+    return _train(model, torch.bfloat16)
+
+
+@way(OF_HEADS)
+def training_step_by_muon(model: ImageTransformer) -> Any:
+    return _train(model, optimizer=Muon(model.named_parameters()))
+
+
+@way(OF_MECHANISMS)
+@torch.inference_mode()
+def prefill_and_steps(model: ImageTransformer) -> Any:
+    images, labels, _ = batch_of(model)
+    sequence = model.raster.to_sequence(images)
+    with _without_reads():
+        parameters, state = model.step(None, model.initial_state(len(images), labels))
+        found = [parameters]
+        for position in range(2):
+            parameters, state = model.step(sequence[:, position], state)
+            found.append(parameters)
+        parameters, state = model.prefill(sequence[:, 2:4], state)
+        parameters, state = model.step(
+            sequence[:, 4].repeat_interleave(2, dim=0), state.clone().repeat(2)
+        )
+        first, _ = model.prefill(sequence[:, :4], labels=labels)
+        return [*found, parameters, first]
+
+
+@way(OF_MECHANISMS)
+def samples(model: ImageTransformer) -> Any:
+    with _as_long_ones(model):
+        return list(generate(model, 2, seed=3, labels=[0, -1]))
+
+
+@way(OF_HEADS)
+def completions(model: ImageTransformer) -> Any:
+    with _as_long_ones(model):
+        return complete(model, images_of(model, 3), [0, 2, 3], 2, seed=3, labels=[1, -1])
+
+
+@contextlib.contextmanager
+def _as_long_ones(model: ImageTransformer) -> Iterator[None]:
+    """Short sequences are drawn as long ones are: on a GPU by its recorded steps, unrecorded."""
+    made: list[graph.GraphDecoder] = []
+    kind, decoder = model.device.type, graph.GraphDecoder
+
+    def unrecorded(model: ImageTransformer) -> graph.GraphDecoder:
+        made.append(decoder(model, record=False))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if kind != "cpu":
+            patch.setattr(decode, "SHORTEST", 1)
+            patch.setattr(graph, "GraphDecoder", unrecorded)
+        yield
+    grows = any(isinstance(module, GROWING) for module in model.modules())
+    assert bool(made) == (kind == "cuda" and not grows)
+
+
+@way(OF_HEADS)
+def batches(model: ImageTransformer) -> Any:
+    return list(generate(model, 5, seed=3, labels=[0, 2, -1], batch_size=3))
+
+
+@way(OF_HEADS)
+def completions_by_plain_steps(model: ImageTransformer) -> Any:
+    return complete(model, images_of(model, 2), [0, 2], 2, seed=3)
+
+
+@way(OF_HEADS)
+def guided(model: ImageTransformer) -> Any:
+    controls = Controls(guidance=2.0, temperature=0.9, top_p=0.9)
+    return list(generate(model, 2, controls=controls, labels=[1]))
+
+
+@way(OF_HEADS)
+def guided_completions(model: ImageTransformer) -> Any:
+    controls = Controls(guidance=2.0, temperature=0.0)
+    return complete(model, images_of(model, 2), [1, 2], 1, controls=controls, labels=[1])
+
+
+@way(OF_HEADS)
+def temperatures(model: ImageTransformer) -> Any:
+    drawn = [next(generate(model, 2, controls=Controls(temperature=0.7, top_p=0.8)))]
+    drawn.append(next(generate(model, 2, controls=Controls(temperature=0.0))))
+    with contextlib.suppress(UserError):  # Of mixtures only.
+        own = Controls(mixture_temperature=0.0, scale_temperature=0.5)
+        drawn.append(next(generate(model, 2, controls=own)))
+    return drawn
+
+
+@way(OF_HEADS)
+def scores(model: ImageTransformer) -> Any:
+    images, labels = images_of(model, 5), labels_of(5)
+    return [
+        score_images(model, images, batch_size=2, labels=labels),
+        score_images(model, images),
+        classify_images(model, images, batch_size=3),
+    ]
+
+
+@way(OF_HEADS)
+def coded(model: ImageTransformer) -> Any:
+    pytest.importorskip("constriction")
+    images = images_of(model, 3)
+    np.testing.assert_array_equal(decode_images(model, encode(model, images), len(images)), images)
+    return []  # A code depends on every digit.
+
+
+@way(OF_HEADS)
+def verified(model: ImageTransformer) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imagegen.verify_checks.DRAWS", 2000)
+        patch.setattr("imagegen.verify_checks.POSITIONS", 3)
+        checks = list(all_checks(model, images_of(model, 2), seed=0))
+    for check in checks:
+        assert check.ok is not False, check
+    return [check.name for check in checks]
+
+
+@way(OF_HEADS)
+def pictures_of_a_validation(model: ImageTransformer) -> Any:
+    grids = Grids(Path("unused"), n_samples=4, n_completed=2, completions=2)
+    split = ImageSplit(images_of(model, 3), np.abs(labels_of(3)))
+    trainer: Any = Mock(spec=Trainer, datamodule=Mock(split=lambda name: split))
+    module = ImageModule(model, torch.optim.AdamW)
+    return [grids._samples(module), grids._completions(trainer, module)]
+
+
+def check(simulation: Simulation, case: Any, way: Way) -> None:
+    """Run a way on both devices.
+
+    The numbers are the same to rounding, which an optimizer's step makes larger, and images are the
+    same.
+    """
+    expected = _expected(case, way)
+    with simulation:
+        found = _on_cpu(way(make(case).to(simulation.kind)))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, np.ndarray) and one.dtype.kind in "ui":
+            np.testing.assert_array_equal(one, other)
+        elif isinstance(one, np.ndarray):
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=5e-5)
+        else:
+            assert one == other
+
+
+_KNOWN: dict[tuple[int, Way], list[Any]] = {}
+
+
+def _expected(case: Any, way: Way) -> list[Any]:
+    """What the CPU makes of it, once for all devices."""
+    key = (id(case), way)  # Cases are kept above for as long as the tests run.
+    if key not in _KNOWN:
+        _KNOWN[key] = _on_cpu(way(make(case)))
+    return _KNOWN[key]
+
+
+def _on_cpu(found: Any) -> list[Any]:
+    found = found if isinstance(found, list) else [found]
+    return [t.detach().cpu().float().numpy() if isinstance(t, Tensor) else t for t in found]
+
+
+def build_on(simulation: Simulation, case: Any) -> None:
+    """Make a model there, as under `torch.device`."""
+    with simulation:
+        with torch.device(simulation.kind):
+            model = make(case)
+        assert {t.device for t in model.state_dict().values()} == {simulation.device}
