@@ -296,7 +296,8 @@ def made(node: Any, section: str, kind: Any) -> Any:
     """
     if isinstance(node, Mapping):
         check_section(section, node)
-    found = instantiate(node)
+    # Plain lists: a checkpoint keeps them, and is read without any other class.
+    found = instantiate(node, _convert_="all")
     if not isinstance(found, kind):
         target = node.get("_target_") if isinstance(node, Mapping) else node
         raise UserError(
