@@ -572,7 +572,7 @@ def test_a_run_and_its_data_can_be_moved(tmp_path: Path, monkeypatch: pytest.Mon
         write_image(tmp_path / f"data/class{i % 2}/{i}.png", (4, 6, 3), seed=i)
     options = [*TINY, "scheduler=constant", "dataset=image_folder", "dataset.size=[4,6]"]
     options += ["batch_size=8", "model.conditional=true", "model.dropout=0.2"]
-    options += ["callbacks.ema.decay=0.9", "callbacks.grids.every=2", "optimizer.lr=0.02"]
+    options += ["callbacks.ema.decay=0.9", "callbacks.grids.every=2", "optimizer.lr=1"]
     options += ["callbacks.grids.n_samples=2", "callbacks.grids.n_completed=1"]
     options += [f"dataset.cache={tmp_path / 'cache'}"]
     stays, first = tmp_path / "stays", tmp_path / "first"
@@ -592,6 +592,8 @@ def test_a_run_and_its_data_can_be_moved(tmp_path: Path, monkeypatch: pytest.Mon
     assert run_train(monkeypatch, f"resume={third}", "trainer.max_epochs=3") == 0
 
     assert rows(third) == rows(stays)
+    # Moved twice since it was found.
+    assert last(stays, "best")["global_step"] == 3
     for name in ("last", "best"):
         found, expected = last(third, name), last(stays, name)
         for key in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
