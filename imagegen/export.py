@@ -61,7 +61,7 @@ def export_safetensors(ckpt: str | Path, out: Path) -> Path:
             f"their description; name one, such as out={out.with_suffix('')}."
         )
     loaded = load_checkpoint(ckpt)
-    kept = (*REQUIRED, "class_names")
+    kept = (*REQUIRED, "class_names", "machine")
     metadata = {key: loaded.metadata[key] for key in kept if key in loaded.metadata}
     weights = loaded.model.state_dict()
     write_weights_folder(out, metadata, weights)

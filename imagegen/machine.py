@@ -347,7 +347,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "system": platform.platform(),
         "python_version": platform.python_version(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "settings": settings(os.environ),
     }
 

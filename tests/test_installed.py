@@ -123,8 +123,9 @@ def test_train_sample_complete_evaluate(
     assert trained.returncode == 0, trained.stderr
     (summary,) = folder.glob("outputs/*/*/summary.json")
     run = summary.parent
-    assert {path.name for path in run.iterdir()} == {
-        *(".hydra", "train.log", "checkpoints", "config.yaml", "summary.json", "metrics.csv")
+    # The log is there if a library had something to say.
+    assert {path.name for path in run.iterdir()} - {"train.log"} == {
+        *(".hydra", "checkpoints", "config.yaml", "summary.json", "metrics.csv")
     }
     assert "d_model: 24" in (run / "config.yaml").read_text()
     here = run.relative_to(folder)
@@ -313,7 +314,7 @@ def test_a_run_is_the_same_however_it_is_typed(
         for name in ("script", "command")
     ]
     assert files[0] == files[1]
-    assert "train.log" in files[0]
+    assert ".hydra/config.yaml" in files[0]
     # Refused when Hydra has written already.
     refused = tmp_path / "refused"
     typed = [*TINY, "seed=-1", f"hydra.run.dir={refused}"]

@@ -18,6 +18,7 @@ from imagegen import generation
 from imagegen.cli import PROJECT_ROOT, compose
 from imagegen.errors import UserError
 from imagegen.images import make_grid, to_display
+from imagegen.machine import describe
 from imagegen.sampling import run
 from tests.helpers import (
     manifest,
@@ -57,6 +58,7 @@ def test_writes_images_grid_and_manifest(
     assert told.pop("images_per_second") > 0
     assert told.pop("seconds") > 0
     assert told.pop("created").startswith("20")
+    assert told.pop("machine") == describe(torch.device("cpu"))
     assert told == {
         "task": "sample",
         "checkpoint": str(grey),

@@ -19,7 +19,7 @@ def test_half_of_the_images_are_mirrored_and_the_model_is_told(
 ) -> None:
     model = tiny_model(ImageSpec(4, 6, 3), flips=flips)
     module = ImageModule(model, torch.optim.SGD)
-    module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    module.trainer = SimpleNamespace(world_size=1, progress_bar_callback=None)  # type: ignore[assignment]
     monkeypatch.setattr(module, "log", lambda *_, **__: None)
     seen: dict[str, Any] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -131,6 +132,11 @@ def half_of_memory(described: Mapping[str, Any], device: torch.device) -> int | 
     return None if size is None else size // 2
 
 
+def load_average() -> list[float] | None:
+    """Processes that ran or waited in the last 1, 5 and 15 minutes; None where it is unknown."""
+    return list(os.getloadavg()) if hasattr(os, "getloadavg") else None
+
+
 def heading(name: str, device: torch.device, threads: int) -> dict[str, Any]:
     """The entries that every result starts with."""
     from imagegen.benchmark.memory import meter_for
@@ -141,7 +147,7 @@ def heading(name: str, device: torch.device, threads: int) -> dict[str, Any]:
     return {
         "benchmark": name,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": describe(device),
+        "machine": {**describe(device), "load_average": load_average()},
         "device": str(device),
         "threads": threads,
         "memory_meter": meter.name if meter else None,
