@@ -36,8 +36,7 @@ from tests.helpers import (
     tree,
 )
 
-TIMES = ("seconds", "images_per_second", "created")
-OF_A_PROCESS = (*TIMES, "machine")
+OF_A_PROCESS = ("seconds", "images_per_second", "created", "machine")
 JOBS = {
     "sample": ["n=6", "batch_size=2", "seed=5", "temperature=0.9"],
     "complete": [
