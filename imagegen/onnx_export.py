@@ -136,13 +136,14 @@ def largest_difference(model: ImageTransformer, content: bytes) -> float:
 def _exported(step: SingleStep) -> bytes:
     batch = torch.export.Dim("batch")
     inputs = step.inputs(2)
+    token, position, *others = inputs.values()
     axes = [{0: batch} if tensor.dim() else None for tensor in inputs.values()]
-    dynamic = (axes[0], axes[1], tuple(axes[2:]))
+    dynamic = (axes[0], axes[1], axes[2:])
     with warnings.catch_warnings(), torch.enable_grad():
         # Of the exporter about its own parts. With gradients on, a step leaves its inputs alone.
         warnings.simplefilter("ignore")
         program = torch.export.export(
-            step, tuple(inputs.values()), dynamic_shapes=dynamic, strict=False
+            step, (token, position, others), dynamic_shapes=dynamic, strict=False
         )
         exported = torch.onnx.export(
             program,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -35,8 +36,15 @@ class SingleStep(nn.Module):
             name: tensor for name, tensor in named_tensors(self.initial) if tensor.numel() > 0
         }
 
-    def forward(self, token: Tensor, position: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Shapes and dtypes as the module says, the state in the order of `self.state`."""
+    def forward(
+        self, token: Tensor, position: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Shapes and dtypes as the module says.
+
+        Args:
+            others: the labels, where the model has classes, and the state, in the order of
+                `self.state`. PyTorch 2.9 cannot export a function of `*others`.
+        """
         batch, label = token.shape[0], None
         if self.labelled:
             label, *others = others  # type: ignore[assignment]

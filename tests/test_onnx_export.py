@@ -205,7 +205,7 @@ def test_the_first_step_ignores_the_token() -> None:
     with torch.no_grad():
         expected = step.model.step(None, step.model.initial_state(2))[0]
         for value in (0, 16):
-            found = step(torch.full_like(token, value), position, *(t.clone() for t in state))[0]
+            found = step(torch.full_like(token, value), position, [t.clone() for t in state])[0]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from PIL import Image
 from pytorch_lightning import Callback
 
 from imagegen.checkpoint import load_checkpoint
+from imagegen.cli import compose
 from imagegen.data.digits import Digits
+from imagegen.run import made
 from tests.helpers import run_train
 
 SMALL = [
@@ -316,3 +319,9 @@ def test_bad_settings_are_one_sentence(
     assert error.startswith("error: ")
     assert sentence in error
     assert not run.exists()
+
+
+def test_optimizers_are_given_plain_lists() -> None:
+    """PyTorch 2.9 keeps them as they are, and of OmegaConf's no checkpoint could be read."""
+    factory = made(compose("train").optimizer, "optimizer", Callable)
+    assert type(factory.keywords["betas"]) is list

@@ -18,7 +18,7 @@ from imagegen.averaging import WeightAverage
 from imagegen.decode.waiting import Waiting, no_waiting
 from imagegen.spec import ImageSpec
 from imagegen.training import ImageModule
-from tests.decode.cuda_recorder import sync_debug_modes, to_fake_cuda
+from tests.decode.cuda_recorder import needs_fake_cuda, sync_debug_modes, to_fake_cuda
 from tests.helpers import run_train, tiny_model
 from tests.test_run import SMALL
 
@@ -125,6 +125,7 @@ def test_the_average_is_on_the_device_and_its_count_on_the_cpu() -> None:
     assert average.n_averaged == 1
 
 
+@needs_fake_cuda
 def test_the_loss_is_computed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     sync_debug_modes(monkeypatch)
     model = tiny_model(ImageSpec(4, 4, 1))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,10 @@ from torch.utils._pytree import tree_leaves
 from imagegen.decode.waiting import Waiting
 
 MODEL_DEVICE = 1
+needs_fake_cuda = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.10") and not torch.cuda.is_available(),
+    reason="PyTorch 2.9 needs a driver even where fake CUDA tensors are indexed",
+)
 
 
 class _Tape(TorchDispatchMode):

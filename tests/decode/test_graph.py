@@ -23,7 +23,13 @@ from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
 from imagegen.model import ImageTransformer
 from imagegen.spec import ImageSpec
-from tests.decode.cuda_recorder import FakeCuda, shortened, sync_debug_modes, to_fake_cuda
+from tests.decode.cuda_recorder import (
+    FakeCuda,
+    needs_fake_cuda,
+    shortened,
+    sync_debug_modes,
+    to_fake_cuda,
+)
 from tests.helpers import tiny_model
 
 NEIGHBOURHOOD = {"_target_": "imagegen.embedding.Neighbourhood"}
@@ -220,6 +226,7 @@ def sync_debug_mode(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return sync_debug_modes(monkeypatch)
 
 
+@needs_fake_cuda
 @pytest.mark.parametrize("name", [*sorted(GROWING), *MODELS])
 def test_no_step_waits_for_a_cuda_device(name: str, sync_debug_mode: list[object]) -> None:
     """Tensors on a CUDA device that is not there refuse what such a device could not do."""
@@ -268,6 +275,7 @@ def test_a_step_that_waits_is_not_recorded(kind: str, monkeypatch: pytest.Monkey
         GraphDecoder(model)
 
 
+@needs_fake_cuda
 def test_copies_between_devices_wait(sync_debug_mode: list[object]) -> None:
     with FakeTensorMode():
         x = torch.ones(3, device="cuda")
