@@ -47,7 +47,7 @@ class SingleStep(nn.Module):
         """
         batch, label = token.shape[0], None
         if self.labelled:
-            label, *others = others  # type: ignore[assignment]
+            label, *others = others
         given = dict(zip(self.state, others, strict=True))
         before = with_tensors(self.initial, given, "", position, batch)
         before = dataclasses.replace(before, labels=label)
