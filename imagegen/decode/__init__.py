@@ -20,7 +20,7 @@ from torch import Tensor
 
 from imagegen.errors import UserError
 from imagegen.heads.controls import Controls
-from imagegen.machine import Choice
+from imagegen.machine import Choice, limited_threads
 from imagegen.options import PRECISIONS, choice
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def choose_decoder(
     if controls.greedy or controls.top_p != 1 or controls.guidance != 1:
         say("without compiled loops, which have no temperature=0, no top_p and no guidance")
         return None
-    decoder = _decoder(model, precision)
+    with limited_threads():
+        decoder = _decoder(model, precision)
     if isinstance(decoder, Decoder):
         return decoder
     say(f"without compiled loops: {decoder}")
