@@ -425,7 +425,8 @@ def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 def test_everything_imports_without_unix() -> None:
     """And a process can be killed, as Windows does it."""
     program = (
-        "import os, pkgutil, signal, sys\n"
+        # Python's own asyncio, which PyTorch imports, needs Unix where it is made for it.
+        "import asyncio, os, pkgutil, signal, sys\n"
         "for name in ('SIGKILL', 'SIGUSR1', 'SIGUSR2'): delattr(signal, name)\n"
         "for name in ('sched_getaffinity', 'getloadavg', 'sysconf', 'getuid'): delattr(os, name)\n"
         "for name in ('fcntl', 'resource', 'pwd'): sys.modules[name] = None\n"
