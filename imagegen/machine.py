@@ -48,7 +48,7 @@ _SETTINGS = (
     "OMP_ GOMP_ KMP_ MKL_ ONEDNN_ DNNL_ ATEN_ MALLOC_ GLIBC_TUNABLES LD_PRELOAD PYTORCH_ NUMBA_ "
     "CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32 IMAGEGEN_"
 ).split()
-SPIN_COUNT = "1000"
+SPIN_COUNT = "10000"
 """Looks of a waiting thread before it sleeps; GNU OpenMP's own default is 300,000."""
 _PACKAGES = "torch torchvision pytorch-lightning hydra-core numba llvmlite numpy wandb".split()
 
@@ -296,8 +296,9 @@ def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let idle threads of PyTorch sleep early; of use only before PyTorch is imported.
 
     GNU OpenMP lets a thread that waits for others spin for milliseconds. Where anything else wants
-    the CPU, the thread that is waited for cannot run meanwhile: a training step of two threads took
-    fifteen times as long beside other programs, and took 1.3 times as long with this setting.
+    the CPU, the thread that is waited for cannot run meanwhile, and training takes ten times as
+    long or more; where nothing else does, sleeping too early costs speed as well. The count is a
+    compromise that was measured (benchmarks/results/machines.md).
     Whoever has set a policy keeps it.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
