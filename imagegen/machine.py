@@ -114,6 +114,7 @@ def training_devices(options: Mapping[str, Any]) -> list[torch.device]:
     Raises:
         MisconfigurationException: as the Trainer does, where there are none.
     """
+    import logging
     import warnings
 
     import torch
@@ -124,6 +125,7 @@ def training_devices(options: Mapping[str, Any]) -> list[torch.device]:
     with warnings.catch_warnings():
         # The real trainer repeats them.
         warnings.simplefilter("ignore")
+        logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
         trainer = Trainer(
             **chosen,
             logger=False,
