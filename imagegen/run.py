@@ -268,6 +268,12 @@ def quiet_lightning() -> None:
 def _remove_if_unused(folder: Path) -> None:
     """Remove a run folder that holds a log at most: no run has begun in it."""
     if is_first_process() and {path.name for path in folder.iterdir()} <= {"train.log"}:
+        # Its log is opened by the first line, which may still come.
+        for handler in list(logging.root.handlers):
+            if isinstance(handler, logging.FileHandler):
+                if Path(handler.baseFilename).parent == folder:
+                    logging.root.removeHandler(handler)
+                    handler.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -61,10 +61,12 @@ def _private_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(autouse=True)
 def _no_closed_logs() -> None:
-    """Hydra's log of an earlier run may write to what pytest has closed since."""
+    """Hydra's log of an earlier run may write to what has been closed or removed since."""
     root = logging.getLogger()
     for handler in list(root.handlers):
-        if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "closed", False):
+        if isinstance(handler, logging.StreamHandler) and getattr(
+            handler.stream, "closed", handler.stream is None
+        ):
             root.removeHandler(handler)
 
 

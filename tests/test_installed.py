@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pkgutil
 import re
@@ -319,6 +320,7 @@ def test_a_run_is_the_same_however_it_is_typed(
     refused = tmp_path / "refused"
     typed = [*TINY, "seed=-1", f"hydra.run.dir={refused}"]
     assert run_main(monkeypatch, commands.main, "imagegen", "train", *typed) == 1
+    logging.getLogger().warning("a line after the refusal")
     assert not refused.exists()
 
 
