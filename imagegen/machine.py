@@ -10,7 +10,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -433,12 +433,12 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def main(rows: Iterable[tuple[str, str]] | None = None) -> None:
+def main() -> None:
     """Command-line entry: print what was found and decided."""
     if sys.argv[1:]:
         print(f"{typed('machine')} takes no options; it prints what was found and decided.")
         sys.exit(0 if sys.argv[1] in ("--help", "-h") else 1)
-    for name, value in _report() if rows is None else rows:
+    for name, value in _report():
         print(f"{name:17} {value}")
 
 
