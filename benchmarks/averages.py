@@ -1,6 +1,6 @@
-"""What averaging the weights is worth: one training, scored with several averages at its end.
+r"""What averaging the weights is worth: one training, scored with several averages at its end.
 
-    PYTHONPATH=. python train.py logger=none callbacks.grids=null \\
+    PYTHONPATH=. python train.py logger=none callbacks.grids=null \
         +callbacks.averages._target_=benchmarks.averages.Averages callbacks.ema.decay=null
 
 prints bits/dim of the validation and the test images for the weights as they were trained and for
