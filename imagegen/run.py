@@ -7,7 +7,9 @@ import json
 import logging
 import math
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -216,9 +218,11 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
         raise
     finally:
         summary = summarize(trainer, folder, parameters, state, machine)
+        _heed_interrupts()
         if beginning.begun and not trying:
-            _close(trainer.loggers, state == "finished", trainer.global_step)
+            # First, for loggers may wait for a server, and be interrupted.
             _write_summary(folder, summary)
+            _close(trainer.loggers, state == "finished", trainer.global_step)
             profile.write(folder)
             if trainer.is_global_zero and state != "finished" and (folder / LAST).exists():
                 again = f"{typed('train')} {argument('resume', folder)}{lower}"
@@ -231,6 +235,13 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     else:
         say_result(summary, folder)
     return summary
+
+
+def _heed_interrupts() -> None:
+    """Undo that Lightning ignores Ctrl-C for good once it has come."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
