@@ -112,10 +112,11 @@ def _run(
     spin_briefly()
     try:
         register_resolvers()
+        typed = sys.argv[1:]
         if rewrite is not None:
             # Other processes of a distributed run are started from sys.argv, so it is set for good.
-            sys.argv[1:] = rewrite(sys.argv[1:])
-        multirun = _check_command(config_name, check)
+            sys.argv[1:] = rewrite(typed)
+        multirun = _check_command(config_name, check, typed)
         _run_hydra(main, config_name, multirun, debug, reported)
     except KeyboardInterrupt:
         return _interrupted()
@@ -178,8 +179,12 @@ def _run_hydra(
             raise UserError(f"{' '.join(str(error).split())}.") from error
 
 
-def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] | None) -> bool:
-    """Check the command line; returns whether it asks for several runs."""
+def _check_command(
+    config_name: str,
+    check: Callable[[DictConfig, Path], None] | None,
+    typed: Sequence[str],
+) -> bool:
+    """Check the command line, as typed and as rewritten; returns whether it is a multirun."""
     from hydra._internal.utils import get_args_parser
 
     for text in sys.argv[1:]:
@@ -204,12 +209,16 @@ def _check_command(config_name: str, check: Callable[[DictConfig, Path], None] |
         raise UserError(f"--config-dir {args.config_dir}: there is no such folder.")
 
     from imagegen.output import ensure_writable
-    from imagegen.overrides import check_overrides, check_values
+    from imagegen.overrides import check_overrides, check_values, refuse_without_effect
 
     with _hydra_ready(args.config_dir):
         multirun = bool(args.multirun) or "hydra.mode=MULTIRUN" in args.overrides
         config_name = args.config_name or config_name
         configs = check_overrides(config_name, args.overrides, multirun)
+        if is_first_process():
+            # A preset may ask for a multirun as well.
+            sweeps = multirun or str(configs[0].hydra.mode).endswith("MULTIRUN")
+            refuse_without_effect([text for text in args.overrides if text in typed], sweeps)
         if not (args.help or args.cfg or args.info):
             for config in configs:
                 check_values(config)

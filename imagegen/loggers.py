@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from jaxtyping import UInt8
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.build import check_section
 from imagegen.errors import UserError
 from imagegen.metrics_file import MetricsFile, read_rows
 from imagegen.wandb_file import last_wandb_step
@@ -21,8 +23,25 @@ from imagegen.wandb_run import WandbRun
 
 _START_SECONDS = 30
 """How long wandb may try to reach its server before the run goes on offline."""
+_WORDS = ("project", "entity", "name", "group", "notes", "id", "job_type")
 _FINISH_SECONDS = 600
 """How long wandb may upload after a run; what is left lies in the run folder."""
+
+
+def check_logger(options: Mapping[str, Any] | None) -> None:
+    """Refuse options of a wrong kind before a run begins; wandb tells the rest itself, later.
+
+    Args:
+        options: the logger section of the configuration.
+
+    Raises:
+        UserError: naming the option.
+    """
+    options = options or {}
+    check_section("logger", options)
+    upload = options.get("log_model", False)
+    if not isinstance(upload, bool) and upload != "all":
+        raise UserError(f"logger.log_model={upload} must be true, false or all.")
 
 
 def build_loggers(
@@ -110,6 +129,7 @@ def wandb_logger(
     config: Mapping[str, Any],
     resume_state: Mapping[str, Any],
     log_model: bool | str = False,
+    tags: Any = None,
     **options: Any,
 ) -> WandbRun | None:
     """A started wandb run: online where there is a login, else offline; never asks for anything.
@@ -122,7 +142,8 @@ def wandb_logger(
         config: recorded with the run.
         resume_state: with `wandb_id`, the run to continue, and `step`, the first of its new rows.
         log_model: True uploads `best` and `last` at the end, "all" each when it is written.
-        options: arguments of `wandb.init`: project, entity, name, group, tags, notes…
+        tags: of the run; a list of words, or one.
+        options: arguments of `wandb.init`: project, entity, name, group, notes…
 
     Returns:
         The logger, or None without wandb.
@@ -130,6 +151,12 @@ def wandb_logger(
     if not _is_first_process():
         return WandbRun(None, run_dir)
     import wandb
+
+    several = tags if isinstance(tags, list | tuple) else [] if tags is None else [tags]
+    options["tags"] = [str(tag) for tag in several]
+    for name in _WORDS:
+        if isinstance(options.get(name), int | float):  # A word that Hydra took for a number
+            options[name] = str(options[name])
 
     def start(mode: str) -> WandbRun:
         settings = wandb.Settings(silent=mode != "online", reinit="finish_previous")
@@ -152,7 +179,7 @@ def wandb_logger(
         try:
             logger = start(attempt)
         except Exception as error:  # Whatever is wrong there, it must not stop a training run.
-            why = f"it could not start ({_first_line(error)}), so "
+            why = f"it could not start ({_refusal(error, options)}), so "
             continue
         if written is not None:
             # What wandb had not written yet when the run was killed.
@@ -220,6 +247,28 @@ def _logged_in() -> bool:
         return False
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+def _refusal(error: Exception, options: Mapping[str, Any]) -> str:
+    """What wandb says in its first line, after the option or variable that it is about, if any."""
+    problems = getattr(error, "errors", None)
+    if callable(problems):  # pydantic's, whose first line only counts them
+        problem = problems()[0]
+        field, said = ".".join(map(str, problem["loc"])), str(problem["msg"])
+        words, refused = {field.removeprefix("run_")}, str(problem["input"])
+    else:
+        lines = str(error).strip().splitlines()
+        said = lines[0] if lines else type(error).__name__
+        words, refused = set(re.findall(r"\w+", said.lower())), None
+    # What is typed counts before what the environment says.
+    given = [
+        (name, f"logger.{name}", value) for name, value in options.items() if value is not None
+    ]
+    given += [
+        (name.removeprefix("WANDB_").lower().removeprefix("run_"), name, value)
+        for name, value in os.environ.items()
+        if name.startswith("WANDB_") and not re.search("KEY|TOKEN", name)
+    ]
+    found = [(full, str(value)) for name, full, value in given if name in words]
+    found += [(full, str(value)) for _, full, value in given if str(value) == refused]
+    found.sort(key=lambda pair: (pair[1] != refused, pair[1] not in said))
+    subject = "".join(f"{full}={value[:60]}: " for full, value in found[:1])
+    return f"{subject}{said[:200]}"

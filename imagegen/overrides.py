@@ -35,6 +35,7 @@ else:  # The tests' type checker warns of the old-style classes that DictConfig 
 
 _FEW = 12
 _MOST_COMBINATIONS = 16
+_SWEEPS = re.compile(r"sweep$|hydra[./](sweep|sweeper|launcher)([./]|$)")
 _NOISE = re.compile(r"\s*(See https://|Set the env|full_key:|object_type=|reference_type=|\^)")
 
 
@@ -81,6 +82,31 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
             _check_setting(override, config, config_name)
         configs.append(_compose(config_name, [*chosen, *fixed]) if fixed else config)
     return configs
+
+
+def refuse_without_effect(typed: Sequence[str], multirun: bool) -> None:
+    """Refuse what Hydra would ignore: a run's folder in a multirun, a sweep's options elsewhere.
+
+    Args:
+        typed: the overrides that the user has typed.
+        multirun: whether they are those of a multirun.
+
+    Raises:
+        UserError: naming the first such override, and what has the effect that was wanted.
+    """
+    for text in typed:
+        key, _, value = text.lstrip("+").partition("=")
+        if multirun and key == "hydra.run.dir":
+            raise UserError(
+                f"{text!r} names the folder of a single run; with --multirun, name that of all "
+                f"runs with hydra.sweep.dir={value}, and those in it, if not 0, 1, 2…, with "
+                "hydra.sweep.subdir."
+            )
+        if not multirun and _SWEEPS.match(key) and value != "null":
+            other = "leave it out"
+            if key == "hydra.sweep.dir":
+                other = f"name the folder of a single run with hydra.run.dir={value}"
+            raise UserError(f"{text!r} counts only in a sweep; add --multirun, or {other}.")
 
 
 def check_values(config: DictConfig) -> None:

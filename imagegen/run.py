@@ -7,7 +7,9 @@ import json
 import logging
 import math
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +41,7 @@ from imagegen.data.identity import build_dataset, remember
 from imagegen.errors import UserError
 from imagegen.installation import typed
 from imagegen.launcher import further_processes
-from imagegen.loggers import build_loggers, close_loggers, logger_state
+from imagegen.loggers import build_loggers, check_logger, close_loggers, logger_state
 from imagegen.machine import AUTO as AUTO_PRECISION
 from imagegen.machine import TF32, Choice, describe, prepare, training_precision
 from imagegen.metrics_file import MetricsFile
@@ -48,6 +50,7 @@ from imagegen.model_options import model_options
 from imagegen.optimizers import OptimizerFactory, build_optimizer
 from imagegen.output import remove_leftovers, write_atomic
 from imagegen.processes import Diverged, check_sharding
+from imagegen.profile import ProfileReport
 from imagegen.resume import AUTO, LAST, claim_run_folder
 from imagegen.summary import (
     argument,
@@ -132,6 +135,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
 
     if config["logger"].get("group", "") is None:
         config["logger"]["group"] = sweep_group()
+    check_logger(config["logger"])
     check_sharding(config["trainer"], config["callbacks"])
     dataset = build_dataset(config["dataset"], cfg.resume, overrides)
     described = model_options(config, dataset)
@@ -182,6 +186,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     data.split("train")
     metadata["data"] = remember(dataset, cfg.resume)
 
+    profile = ProfileReport(trainer.profiler)  # type: ignore[attr-defined]
     # Until the run begins. What logs nothing writes nothing.
     trainer.loggers = [DummyLogger() if trying else MetricsFile(folder)]
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -213,19 +218,30 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
         raise
     finally:
         summary = summarize(trainer, folder, parameters, state, machine)
+        _heed_interrupts()
         if beginning.begun and not trying:
-            _close(trainer.loggers, state == "finished", trainer.global_step)
+            # First, for loggers may wait for a server, and be interrupted.
             _write_summary(folder, summary)
+            _close(trainer.loggers, state == "finished", trainer.global_step)
+            profile.write(folder)
             if trainer.is_global_zero and state != "finished" and (folder / LAST).exists():
                 again = f"{typed('train')} {argument('resume', folder)}{lower}"
                 print(f"to continue: {again}", file=sys.stderr)
         if interruptible.preempted and trainer.is_global_zero:
             requeue_job()
     if trying:
+        profile.say()
         say_tried(trying)
     else:
         say_result(summary, folder)
     return summary
+
+
+def _heed_interrupts() -> None:
+    """Undo that Lightning ignores Ctrl-C for good once it has come."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:

@@ -39,11 +39,13 @@ def write_weights_folder(
         UserError: if the folder holds anything else or cannot be written, or where safetensors is
             not installed.
     """
-    save_file = _library().torch.save_file
+    save = _library().torch.save
     with staged_folder(folder, owned=(WEIGHTS, CONFIG)) as staging:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         # Other programs refuse files that do not say so.
-        save_file(plain, staging / WEIGHTS, metadata={"format": "pt"})
+        content = save(plain, metadata={"format": "pt"})
+        # Not by safetensors, which tells nobody what kind of error a full disk is.
+        (staging / WEIGHTS).write_bytes(content)
         (staging / CONFIG).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
 

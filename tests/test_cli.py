@@ -137,6 +137,13 @@ def test_called_with_a_configuration() -> None:
         ("dataset=mnist,digits", "add --multirun"),
         ("seed=1,2", "add --multirun"),
         ("seed=range(3)", "add --multirun"),
+        (
+            "hydra.sweep.dir=x",
+            r"counts only in a sweep; add --multirun, or name .* run with hydra\.run\.dir=x\.",
+        ),
+        ("hydra.sweep.subdir=x", r"'hydra\.sweep\.subdir=x' counts only .*, or leave it out\."),
+        ("hydra.sweeper.max_batch_size=2", r"counts only in a sweep; add --multirun"),
+        ("hydra/launcher=basic", r"'hydra/launcher=basic' counts only in a sweep"),
         ("dataset=image_folder", r"dataset\.root and dataset\.size are not set; add"),
         ("experiment=broken", "nowhere"),
         ("experiment=brokn", "did you mean broken"),
@@ -170,6 +177,8 @@ def test_mistakes(project: Path, run: Callable[..., Any], argv: str, sentence: s
         "dataset=mnist,digits,mnsit -m",
         "dataset=image_folder,digits -m",
         "seed=1,2 model.n_layer=3 --multirun",
+        "seed=1,2 hydra.run.dir=x -m",
+        "seed=1,2 hydra.run.dir=x hydra.mode=MULTIRUN",
     ],
 )
 def test_mistakes_in_a_multirun(project: Path, run: Callable[..., Any], argv: str) -> None:
@@ -305,6 +314,14 @@ def test_unwritable_run_folder(run: Callable[..., Any], tmp_path: Path) -> None:
         status, out, err = run(f"hydra.run.dir={folder}")
         assert (status, out, err.count("\n")) == (1, "", 1)
         assert err.startswith(f"error: cannot write {folder}: {reason}")
+
+
+def test_the_folder_of_one_run_in_a_multirun(project: Path, run: Callable[..., Any]) -> None:
+    for typed in (["hydra.run.dir=x", "--multirun"], ["hydra.mode=MULTIRUN", "hydra.run.dir=x"]):
+        _, _, err = run("seed=1,2", *typed)
+        assert "'hydra.run.dir=x' names the folder of a single run" in err
+        assert "runs with hydra.sweep.dir=x, and those in it" in err
+        assert "with hydra.sweep.subdir." in err
 
 
 def test_failed_job_fails_the_multirun(project: Path, run: Callable[..., Any]) -> None:

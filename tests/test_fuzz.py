@@ -217,7 +217,8 @@ def fuzz_arguments(project: Path, examples: int) -> Counter[str]:
     @tried(examples)
     @given(typed)
     def once(argv: list[str]) -> None:
-        typed = ["hydra.run.dir=run", "hydra.sweep.dir=run", *argv]
+        several = any(text.startswith(("-m", "--m")) or "MULTIRUN" in text for text in argv)
+        typed = ["hydra.sweep.dir=run" if several else "hydra.run.dir=run", *argv]
         ended[how(refused_whole(project, entry, typed))] += 1
 
     once()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +23,11 @@ from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import Logger
 from torch.utils.data import DataLoader, TensorDataset
 
+from imagegen.cli import PROJECT_ROOT
 from imagegen.errors import UserError
 from imagegen.loggers import (
     build_loggers,
+    check_logger,
     close_loggers,
     log_images,
     logger_state,
@@ -226,6 +231,61 @@ class TestWandb:
         monkeypatch.setenv("WANDB_MODE", "offline")
         close_loggers(build_loggers(WANDB, tmp_path, CONFIG))
         assert "this run is kept offline" in capfd.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"mode": "bogus"}, "logger.mode=bogus: Input should be 'online', 'offline'"),
+            ({"project": "a/b"}, "logger.project=a/b: Invalid project name 'a/b'"),
+            ({"id": "a/b"}, "logger.id=a/b: Run ID cannot contain"),
+            ({"tags": [""]}, "logger.tags=['']: Value error, Tag at index 0 is empty"),
+            ({"nothing": 5}, "logger.nothing=5: init() got an unexpected"),
+        ],
+    )
+    def test_what_wandb_refuses_is_named(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: Any, said: str
+    ) -> None:
+        close_loggers(build_loggers({**WANDB, **options}, tmp_path, CONFIG))
+        out, err = capfd.readouterr()
+        assert f"wandb: it could not start ({said}" in err
+        assert (out, err.count("\n")) == ("", 1)
+
+    # wandb reads its variables once.
+    @pytest.mark.parametrize(
+        ("name", "value", "said"),
+        [
+            ("WANDB_MODE", "bogus", "Input should be 'online', 'offline'"),
+            ("WANDB_RUN_ID", "a/b", "Run ID cannot contain"),
+            ("WANDB_INIT_TIMEOUT", "soon", "Input should be a valid number"),
+        ],
+    )
+    def test_a_variable_is_named(self, tmp_path: Path, name: str, value: str, said: str) -> None:
+        script = (
+            "import sys; from pathlib import Path; from imagegen.loggers import build_loggers; "
+            f"build_loggers({WANDB}, Path(sys.argv[1]), {{}})"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            env={**os.environ, "WANDB_MODE": "offline", name: value},
+            cwd=PROJECT_ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"wandb: it could not start ({name}={value}: {said}" in done.stderr
+
+    def test_words_that_look_like_numbers(self, tmp_path: Path) -> None:
+        options = {**WANDB, "name": 5, "tags": 7}
+        loggers = build_loggers(options, tmp_path, CONFIG)
+        close_loggers(loggers)
+        assert len(loggers) == 2
+
+    def test_what_is_uploaded_is_checked_before_the_run(self) -> None:
+        with pytest.raises(UserError, match=r"logger\.log_model=maybe must be true, false or all"):
+            check_logger({**WANDB, "log_model": "maybe"})
+        for upload in (True, False, "all"):
+            check_logger({**WANDB, "log_model": upload})
+        check_logger(None)
 
     @pytest.mark.parametrize("also_offline", [False, True])
     def test_a_failing_start_does_not_stop_training(

@@ -23,7 +23,7 @@ from torchvision import datasets
 
 from imagegen.cli import PROJECT_ROOT
 from imagegen.data.cifar10 import CIFAR10
-from imagegen.data.mnist import MNIST
+from imagegen.data.mnist import MNIST, FashionMNIST
 from imagegen.errors import UserError
 from tests.data.official import Arrays, check_splits, write_cifar, write_mnist
 
@@ -157,6 +157,43 @@ def test_a_mirror_that_fails_and_then_does_not(
     mirror.fault = "none"
     check_splits(cls(root), arrays)
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(("cls", "offer"), [(MNIST, offer_mnist), (CIFAR10, offer_cifar)])
+def test_ctrl_c_in_the_middle(
+    tmp_path: Path,
+    mirror: Mirror,
+    monkeypatch: pytest.MonkeyPatch,
+    cls: type[MNIST] | type[CIFAR10],
+    offer: Callable[[Mirror, Path, pytest.MonkeyPatch], Arrays],
+) -> None:
+    arrays = offer(mirror, tmp_path / "elsewhere", monkeypatch)
+    root, answer = tmp_path / "data", mirror._answer
+
+    def half(request: http.server.BaseHTTPRequestHandler) -> None:
+        if mirror.asked == len(mirror.files):  # so that MNIST has files that are whole
+            mirror.fault = "sends half, and says all"
+            os.kill(os.getpid(), signal.SIGINT)
+        answer(request)
+
+    mirror.server.answer = half  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        cls(root).prepare()
+    assert list(root.iterdir()) == []
+    mirror.fault = "none"
+    mirror.server.answer = answer  # type: ignore[attr-defined]
+    check_splits(cls(root), arrays)
+
+
+def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for cls in (MNIST, FashionMNIST, CIFAR10):
+        with pytest.raises(UserError, match=r"name resolution.*\); check the network .*, or place"):
+            cls(tmp_path / "data").prepare()
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", ["refuses", "sends HTML", "sends half"])
