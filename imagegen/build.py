@@ -100,8 +100,10 @@ def check_section(section: str, node: Mapping[str, Any]) -> None:
     """
     from hydra.utils import get_object
 
+    if node.get("_target_") is None:
+        return
     try:
-        found = get_object(str(node.get("_target_")))
+        found = get_object(str(node["_target_"]))
         hints = get_type_hints(found.__init__ if inspect.isclass(found) else found)
     except Exception:
         return

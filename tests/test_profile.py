@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from imagegen.installation import PROJECT_ROOT
 from tests.helpers import run_train
 from tests.test_run import SMALL, Interrupt
 
 PROFILED = [*(text for text in SMALL if "grids" not in text), "callbacks.grids=null"]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
-@pytest.mark.parametrize(
-    ("profiler", "action"),
-    [
-        ("simple", "run_training_batch"),
-        ("advanced", "run_training_batch"),
-        ("pytorch", "aten::linear"),
-    ],
-)
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_the_report_is_kept_and_shown(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     profiler: str,
-    action: str,
 ) -> None:
     run = tmp_path / "run"
     options = [*PROFILED, f"+trainer.profiler={profiler}", f"hydra.run.dir={run}"]
     assert run_train(monkeypatch, *options) == 0
     printed = capsys.readouterr().out
-    assert action in (run / "profile.txt").read_text()
+    assert "run_training_batch" in (run / "profile.txt").read_text()
     assert f"{run / 'profile.txt'} begins:\n  FIT Profiler Report\n" in printed
+
+
+def test_the_report_of_pytorch(tmp_path: Path) -> None:
+    """In a process of its own: PyTorch 2.14 crashes where the test's process is profiled."""
+    run = tmp_path / "run"
+    options = [*PROFILED, "+trainer.profiler=pytorch", f"hydra.run.dir={run}"]
+    done = subprocess.run(
+        [sys.executable, PROJECT_ROOT / "train.py", *options], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "aten::linear" in (run / "profile.txt").read_text()
+    assert f"{run / 'profile.txt'} begins:\n  FIT Profiler Report\n" in done.stdout
+    assert "getting object" not in done.stderr
 
 
 def test_an_interrupted_run_has_a_report(
