@@ -143,9 +143,9 @@ def test_the_limit_that_ended_a_run_is_named(
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("hydra.run.dir=~/runs/a", "hydra.run.dir=/home/me/runs/a"),
-        ("hydra.run.dir='~/runs (1)'", "hydra.run.dir='/home/me/runs (1)'"),
-        ("+dataset.root=~", "+dataset.root=/home/me"),
+        ("hydra.run.dir=~/runs/a", "hydra.run.dir=/my/folder/runs/a"),
+        ("hydra.run.dir='~/runs (1)'", "hydra.run.dir='/my/folder/runs (1)'"),
+        ("+dataset.root=~", "+dataset.root=/my/folder"),
         ("out=a~/b", "out=a~/b"),
         ("out=~other/b", "out=~other/b"),
         ("~callbacks.best", "~callbacks.best"),
@@ -153,7 +153,7 @@ def test_the_limit_that_ended_a_run_is_named(
     ],
 )
 def test_the_home_directory(monkeypatch: pytest.MonkeyPatch, typed: str, meant: str) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/my/folder")
     assert at_home(typed) == meant
 
 
