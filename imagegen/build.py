@@ -6,10 +6,12 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from imagegen.durations import parse_duration
 from imagegen.errors import UserError
 
 T = TypeVar("T")
@@ -98,17 +100,36 @@ def check_section(section: str, node: Mapping[str, Any]) -> None:
     Raises:
         UserError: for the first value of another kind than its argument's annotation.
     """
+    given = {name: value for name, value in node.items() if not name.startswith("_")}
+    _check_kinds(section, given, _hints(node))
+
+
+def times_in(section: str, node: Mapping[str, Any]) -> dict[str, timedelta]:
+    """The options of a section that its class takes as a `timedelta`, made of their words.
+
+    Raises:
+        UserError: for a word that is no duration.
+    """
+    return {
+        name: parse_duration(f"{section}.{name}", value)
+        for name, hint in _hints(node).items()
+        if (value := node.get(name)) is not None
+        and timedelta in (hint, *get_args(hint))
+        and str not in get_args(hint)
+    }
+
+
+def _hints(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The annotations of a section's `_target_`; none where it, or they, cannot be found."""
     from hydra.utils import get_object
 
     if node.get("_target_") is None:
-        return
+        return {}
     try:
         found = get_object(str(node["_target_"]))
-        hints = get_type_hints(found.__init__ if inspect.isclass(found) else found)
+        return get_type_hints(found.__init__ if inspect.isclass(found) else found)
     except Exception:
-        return
-    given = {name: value for name, value in node.items() if not name.startswith("_")}
-    _check_kinds(section, given, hints)
+        return {}
 
 
 def _check_kinds(what: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:

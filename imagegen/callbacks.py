@@ -21,7 +21,7 @@ from imagegen.durations import format_seconds
 from imagegen.generation import complete, generate
 from imagegen.images import make_completion_grid, make_grid, save_png, to_display
 from imagegen.loggers import log_images
-from imagegen.normalizer_watch import METRIC, NormalizerWatch
+from imagegen.normalizer_watch import METRIC, NormalizerWatch, row_due
 from imagegen.options import MAX_SEED, share, whole_number
 from imagegen.processes import Diverged, Interrupted
 from imagegen.training import ImageModule
@@ -134,7 +134,7 @@ class Rates(Callback):
     ) -> None:
         """Count, and log where a row of the log is due."""
         self._images += len(batch["images"]) * trainer.world_size
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if row_due(trainer, trainer.global_step):
             self._measure()
             pl_module.log("train/images_per_second", self.images_per_second)
             self._restart()
@@ -152,7 +152,7 @@ class Rates(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Log the norm of all gradients together."""
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if row_due(trainer, trainer.global_step + 1):
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             pl_module.log("train/gradient_norm", torch.nn.utils.get_total_norm(gradients))
 
@@ -186,6 +186,10 @@ class Report(Callback):
         pl_module.print("  ".join(parts))
 
 
+GRADIENTS = "waiting_gradients"
+"""Where a checkpoint keeps the gradients of a step whose batches were not all seen."""
+
+
 class ExactSteps(Callback):
     """Makes a resumed run take the very steps that it would have taken.
 
@@ -198,6 +202,7 @@ class ExactSteps(Callback):
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self._gradients: dict[str, torch.Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the data order go on where the checkpoint left it."""
@@ -208,6 +213,30 @@ class ExactSteps(Callback):
         if loop._combined_loader_states_to_load and loop._combined_loader is not None:
             loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
             loop._combined_loader_states_to_load = []
+        for name, parameter in pl_module.named_parameters():
+            if name in self._gradients:
+                parameter.grad = self._gradients[name].to(parameter.device)
+        self._gradients = {}
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the gradients that wait for further batches where a validation came between.
+
+        Not those of several processes, each of which has its own.
+        """
+        if trainer.world_size == 1 and trainer.fit_loop.epoch_loop._should_accumulate():
+            checkpoint[GRADIENTS] = {
+                name: parameter.grad.detach().cpu()
+                for name, parameter in pl_module.named_parameters()
+                if parameter.grad is not None
+            }
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take them up again."""
+        self._gradients = checkpoint.get(GRADIENTS, {})
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -84,6 +85,18 @@ def hydra_entry(
     return decorate
 
 
+def at_home(text: str) -> str:
+    """An argument with the home directory for a `~` that its value begins with.
+
+    Shells leave it after names with dots, and Hydra refuses it, or takes it for a folder's name.
+    """
+    found = re.fullmatch(r"([\w.@/+-]+=['\"]?)~(/.*)?", text, re.DOTALL)
+    home = os.path.expanduser("~")
+    if found is None or not re.fullmatch(r"[\w./-]+", home, re.ASCII):
+        return text
+    return f"{found[1]}{home}{found[2] or ''}"
+
+
 def debugging() -> bool:
     """Whether the user asked for tracebacks."""
     return any(os.environ.get(name) == "1" for name in ("IMAGEGEN_DEBUG", "HYDRA_FULL_ERROR"))
@@ -112,6 +125,7 @@ def _run(
     spin_briefly()
     try:
         register_resolvers()
+        sys.argv[1:] = map(at_home, sys.argv[1:])
         typed = sys.argv[1:]
         if rewrite is not None:
             # Other processes of a distributed run are started from sys.argv, so it is set for good.

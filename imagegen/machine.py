@@ -113,6 +113,7 @@ def training_devices(options: Mapping[str, Any]) -> list[torch.device]:
 
     Raises:
         MisconfigurationException: as the Trainer does, where there are none.
+        UserError: where the Trainer fails at the options otherwise.
     """
     import logging
     import warnings
@@ -126,13 +127,16 @@ def training_devices(options: Mapping[str, Any]) -> list[torch.device]:
         # The real trainer repeats them.
         warnings.simplefilter("ignore")
         logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-        trainer = Trainer(
-            **chosen,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        try:
+            trainer = Trainer(
+                **chosen,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(f"the trainer refuses its settings: {error}") from error
     kind = trainer.strategy.root_device.type
     if kind != "cuda":
         return [torch.device(kind)]

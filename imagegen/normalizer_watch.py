@@ -14,6 +14,12 @@ from imagegen.attention.linear import LinearAttention
 METRIC = "debug/normalizer_min"
 
 
+def row_due(trainer: Trainer, step: int) -> bool:
+    """Whether a row of the log is due after a step; 0 for `log_every_n_steps` writes none."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and step % every == 0
+
+
 class NormalizerWatch(Callback):
     """Logs `debug/normalizer_min` where a row of the log is due.
 
@@ -55,7 +61,7 @@ class NormalizerWatch(Callback):
         self._watch(False)
         step = trainer.global_step
         # Batches whose gradients are accumulated do not raise the step.
-        due = step != self._logged_step and step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        due = step != self._logged_step and row_due(trainer, step)
         if due and self._least is not None:
             several = trainer.world_size > 1
             pl_module.log(METRIC, self._least, reduce_fx="min", sync_dist=several)

@@ -285,8 +285,10 @@ def _no_such_option(override: Override, base: DictConfig, config_name: str) -> s
         group = key.partition(".")[0]
         return f"{text!r}: the {group} chosen has no such option; another choice of {group}= has."
     message = f"{text!r}: there is no option {key!r}"
-    parent = key.rpartition(".")[0]
+    parent, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, parent, throw_on_missing=False) if parent else None
+    if _is_section(node) and leaf in _arguments(str(node.get("_target_"))):
+        return f"{message} in the configuration, but its class takes one: +{text} passes it."
     if near:
         return message + suggestion(near)
     if not _is_section(node):
@@ -297,6 +299,18 @@ def _no_such_option(override: Override, base: DictConfig, config_name: str) -> s
         # Third-party classes take more options than their yaml shows.
         message += f" (+{text} passes one that is not listed)"
     return message + "."
+
+
+def _arguments(target: str) -> Iterable[str]:
+    """The arguments of a class from elsewhere; ours list all that they take."""
+    try:
+        return (
+            ()
+            if target.startswith("imagegen.")
+            else inspect.signature(get_object(target)).parameters
+        )
+    except Exception:  # The class itself will tell.
+        return ()
 
 
 _ABSENT = object()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import logging
 import math
+import os
+import re
 import shutil
 import signal
 import sys
@@ -30,7 +33,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.bad_numbers import BadNumbers
-from imagegen.build import check_section
+from imagegen.build import check_section, times_in
 from imagegen.callbacks import METRICS, ExactSteps, Interruptible
 from imagegen.checkpoint import KEY, make_metadata, read_resume_state
 from imagegen.cli import is_first_process
@@ -38,6 +41,7 @@ from imagegen.continuation import Beginning, recall, say_changes
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.data.identity import build_dataset, remember
+from imagegen.durations import parse_duration
 from imagegen.errors import UserError
 from imagegen.installation import typed
 from imagegen.launcher import further_processes
@@ -114,7 +118,9 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         UserError: for a configuration that cannot be trained.
     """
     hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
+    folder = Path(hydra.runtime.output_dir).absolute()
+    # hydra.job.chdir=true enters the run folder, but paths were typed where the command was.
+    os.chdir(hydra.runtime.cwd)
     with claim_run_folder(folder, resuming=cfg.resume is not None):
         if cfg.resume == AUTO:
             cfg.resume = str(folder / LAST) if (folder / LAST).is_file() else None
@@ -258,9 +264,14 @@ def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
             f"the run in {folder} was ended by early stopping ({stopped}); to train it further, "
             "raise its patience, for example callbacks.early_stopping.patience=20."
         )
+    example = "trainer.max_epochs=40"
+    if 0 < trainer.max_steps <= trainer.global_step:
+        example = f"trainer.max_steps={2 * trainer.max_steps}"
+    elif trainer.max_epochs in (None, -1) or trainer.current_epoch < trainer.max_epochs:
+        example = "trainer.max_time=00:08:00:00"
     raise UserError(
         f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
-        "train it further, for example trainer.max_epochs=40."
+        f"train it further, for example {example}."
     )
 
 
@@ -318,8 +329,9 @@ def made(node: Any, section: str, kind: Any) -> Any:
     """
     if isinstance(node, Mapping):
         check_section(section, node)
+    times = times_in(section, node) if isinstance(node, Mapping) else {}
     # Plain lists: a checkpoint keeps them, and is read without any other class.
-    found = instantiate(node, _convert_="all")
+    found = instantiate(node, _convert_="all", **times)
     if not isinstance(found, kind):
         target = node.get("_target_") if isinstance(node, Mapping) else node
         raise UserError(
@@ -397,6 +409,7 @@ def _trainer(
         callbacks = [c for c in callbacks if not _waits_for_validation(c)]
         callbacks.append(KeepUnvalidated())
     _check_monitors(named, callbacks, validates=options.get("limit_val_batches") != 0)
+    _check_saving(named, new=cfg.resume is None)
     trainer: Trainer = instantiate(
         options,
         callbacks=callbacks,
@@ -438,20 +451,39 @@ def _check_monitors(
             )
 
 
+def _check_saving(named: Mapping[str, Callback], new: bool) -> None:
+    """Refuse checkpoints that would not be what they seem, or replace those of another run."""
+    for name, callback in named.items():
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        if callback.save_weights_only:
+            raise UserError(
+                f"{name}.save_weights_only=true leaves out what drawing and resuming need; leave "
+                f"it out, and write the weights alone with {typed('export')}."
+            )
+        between = callback._every_n_train_steps > 0 or callback._train_time_interval is not None
+        if between and str(callback.monitor).startswith("val/"):
+            raise UserError(
+                f"{name} would save between validations with {callback.monitor} of earlier "
+                "weights; leave out every_n_train_steps and train_time_interval, and validate more "
+                "often with trainer.val_check_interval."
+            )
+        if callback.save_last and "callbacks.last" in named:
+            raise UserError(
+                f"{name}.save_last={callback.save_last}, but callbacks.last writes last.ckpt; "
+                "leave one of them out."
+            )
+        pattern = re.sub(r"\{[^}]*\}", "*", glob.escape(f"{callback.filename}.ckpt"))
+        found = sorted(Path(str(callback.dirpath)).glob(pattern)) if new else []
+        if found:
+            raise UserError(
+                f"{name} would replace {found[0]} of an earlier run; give another {name}.dirpath, "
+                "or resume that run."
+            )
+
+
 def _duration(text: str | None) -> timedelta | None:
-    """The time that "days:hours:minutes:seconds" stands for."""
-    if text is None:
-        return None
-    parts = str(text).split(":")
-    if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise UserError(
-            f"trainer.max_time={text} must be days:hours:minutes:seconds, such as 00:00:30:00."
-        )
-    days, hours, minutes, seconds = map(int, parts)
-    duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    if not duration:
-        raise UserError(f"trainer.max_time={text} leaves no time to train; give at least a second.")
-    return duration
+    return None if text is None else parse_duration("trainer.max_time", text)
 
 
 @rank_zero_only

@@ -234,5 +234,11 @@ def _classes(
         return None, None
     folders = [part[level] for part in parts]
     class_names = tuple(sorted(set(folders)))
+    for name in class_names:
+        if name != name.encode(errors="replace").decode():
+            shown = name.encode(errors="backslashreplace").decode()
+            raise UserError(
+                f"the folder {shown} names a class but is not valid UTF-8; rename the folder."
+            )
     number = {folder: index for index, folder in enumerate(class_names)}
     return class_names, np.array([number[folder] for folder in folders], dtype=np.int64)
