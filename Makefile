@@ -48,7 +48,7 @@ demo: $(INSTALLED) ## train, sample and complete digits, in minutes on a CPU
 	@echo "Then type, for example:"
 	@echo "  . $(VENV)/bin/activate"
 	@echo "  python sample.py ckpt=demo/run n=64 seed=1 temperature=0.8 out=samples"
-	@echo "  python -m imagegen.evaluate ckpt=demo/run split=test out=test.json"
+	@echo "  imagegen evaluate ckpt=demo/run split=test out=test.json"
 	@echo "  python train.py experiment=mnist_cpu"
 
 test: lint ## check everything: linter, formatter, types, tests
@@ -71,6 +71,7 @@ lint: $(INSTALLED_TEST) ## linter, formatter and types only
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 format: $(INSTALLED_TEST) ## format the code and mend what the linter can
 	$(PY) -m ruff format .

@@ -1,6 +1,6 @@
 """Draw images from a checkpoint, or complete partial ones: `python sample.py --help`."""
 
-from imagegen.sample import main
+from imagegen.commands.sample import main
 
 __all__ = ["main"]
 

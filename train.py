@@ -1,6 +1,6 @@
 """Train an autoregressive image model: `python train.py --help`."""
 
-from imagegen.train import command, main
+from imagegen.commands.train import command, main
 
 __all__ = ["main"]
 

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 
-from imagegen.averaging import _Average
-from imagegen.evaluate import score_images, standard_error
-from imagegen.training import ImageModule
+from imagegen.evaluation.scores import score_images, standard_error
+from imagegen.training.averaging import _Average
+from imagegen.training.module import ImageModule
 
 
 class Averages(Callback):
     """Keeps an average for each decay beside the training.
 
     Args:
-        decays: see `imagegen.averaging.WeightAverage`.
+        decays: see `imagegen.training.averaging.WeightAverage`.
         at: steps after which everything is scored, beside the end.
         images: of each split that are scored; None for all.
     """

@@ -211,14 +211,19 @@ def checks(device: str, out: Path, gpus: int) -> list[Check]:
             variables,
         )
 
-    tests = ["tests/decode/test_graph.py", "-k", "known_sequences or switched_off"]
+    tests = ["tests/generation/decode/test_graph.py", "-k", "known_sequences or switched_off"]
     if gpu:
         # Not those of this list, which run it.
-        tests = ["tests", "--ignore=tests/benchmark/test_gpu.py", "-k", "cuda or gpu or graph"]
+        tests = [
+            "tests",
+            "--ignore=tests/commands/benchmark/test_gpu.py",
+            "-k",
+            "cuda or gpu or graph",
+        ]
     nvidia_smi = [["nvidia-smi"]] if shutil.which("nvidia-smi") else []
     packed = out / "packed.bin"
     listed = [
-        Check("machine", 40, [*nvidia_smi, python("-m", "imagegen.machine")], _machine),
+        Check("machine", 40, [*nvidia_smi, python("-m", "imagegen", "machine")], _machine),
         Check("tests", 90, [python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)]),
     ]
     for precision in ("bf16-mixed", "32-true", "16-mixed", "tf32"):
@@ -300,12 +305,11 @@ def mechanisms(device: str) -> bool:
     import torch
     import yaml
 
-    from imagegen.decode.graph import GraphDecoder, why_not
-    from imagegen.drawing import Drawing
-    from imagegen.generation import draw_images
+    from imagegen.core.spec import ImageSpec
+    from imagegen.generation.decode.graph import GraphDecoder, why_not
+    from imagegen.generation.sampling_loop import Drawing, draw_images
     from imagegen.heads.controls import Controls
-    from imagegen.model import ImageTransformer
-    from imagegen.spec import ImageSpec
+    from imagegen.model.transformer import ImageTransformer
 
     configs = {
         kind: {
@@ -318,11 +322,11 @@ def mechanisms(device: str) -> bool:
 
     def one(attention: dict[str, Any], head: dict[str, Any]) -> str:
         torch.manual_seed(0)
-        model = ImageTransformer(
+        model = ImageTransformer.from_options(
             ImageSpec(8, 4, 1),
             attention,
             head,
-            {"_target_": "imagegen.embedding.Neighbourhood"},
+            {"_target_": "imagegen.model.embeddings.Neighbourhood"},
             **{"n_layers": 3, "d_model": 32, "n_heads": 2, "d_ff": 64},
         ).to(device)
         images = torch.randint(256, (8, 8, 4, 1), dtype=torch.uint8).to(device)

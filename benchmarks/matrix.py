@@ -39,20 +39,20 @@ COLUMNS = (
 )
 # Measuring, killing and nonsense as input: what takes longest and depends least on versions.
 SLOWEST = (
-    "tests/benchmark",
+    "tests/commands/benchmark",
     "tests/test_fuzz.py",
-    "tests/test_heap.py",
-    "tests/test_hostile.py",
+    "tests/core/test_memory.py",
+    "tests/checkpoint/test_hostile.py",
     "tests/test_memory.py",
-    "tests/test_processes.py",
-    "tests/test_survival.py",
+    "tests/training/test_processes.py",
+    "tests/training/test_survival.py",
 )
 # What a row's own Python says of itself.
 DESCRIBE = """
 import json, platform
 from importlib.metadata import version
 import torch
-from imagegen.machine import describe
+from imagegen.core.machine import describe
 machine = describe(torch.device("cpu"))
 packages = [version(name) for name in ("torch", "pytorch-lightning", "numba", "numpy")]
 processor = "{processor}, {cpu_capability}, {usable_cpus} CPUs".format_map(machine)

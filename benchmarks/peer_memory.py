@@ -38,14 +38,14 @@ def _build(who: str, what: str):  # type: ignore[no-untyped-def]
 
     if who == "imagegen":
         from imagegen.attention.linear import LinearAttention
-        from imagegen.model import Block
+        from imagegen.model.block import Block, BlockOptions
 
         if what == "layer":
             module = LinearAttention(D_MODEL, N_HEADS)
             return module, lambda x: module(x)[0]
+        options = BlockOptions(D_MODEL, N_HEADS, D_FF, norm_first=False)
         module = torch.nn.ModuleList(
-            Block(LinearAttention(D_MODEL, N_HEADS), D_MODEL, D_FF, 0.0, "gelu", False)
-            for _ in range(2)
+            Block(LinearAttention(D_MODEL, N_HEADS), options, row_length=1) for _ in range(2)
         )
 
         def blocks(x: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.step_ratio import preset
-from imagegen.decode import parameters_as_drawn
-from imagegen.model import ImageTransformer
+from imagegen.generation.decode import parameters_as_drawn
+from imagegen.model.transformer import ImageTransformer
 
 
 def ways(model: ImageTransformer, batch: int) -> dict[str, Callable[[], object]]:

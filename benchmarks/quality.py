@@ -58,7 +58,7 @@ PARTS = {
     "all": OURS,
     "the value before and a sinusoid, not nine neighbours": [
         *OURS,
-        "model.embedding._target_=imagegen.embedding.ValueAndSinusoid",
+        "model.embedding._target_=imagegen.model.embeddings.ValueAndSinusoid",
         "~model.embedding.neighbours",
     ],
     "post-norm": [*OURS, "model.norm_first=false"],

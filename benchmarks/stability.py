@@ -30,7 +30,7 @@ import yaml  # noqa: E402
 
 from imagegen.attention.base import CausalAttention  # noqa: E402
 from imagegen.attention.feature_maps import FEATURE_MAPS  # noqa: E402
-from imagegen.build import build  # noqa: E402
+from imagegen.core.build import build  # noqa: E402
 
 STEPS = 65_536
 LAST = 1_000

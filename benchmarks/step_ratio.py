@@ -22,12 +22,12 @@ sys.path.insert(0, str(ROOT))
 
 from omegaconf import OmegaConf  # noqa: E402
 
-from imagegen.cli import compose  # noqa: E402
-from imagegen.decode import choose_decoder  # noqa: E402
-from imagegen.drawing import Drawing, continue_sequences, no_gradients  # noqa: E402
+from imagegen.cli.entry import compose  # noqa: E402
+from imagegen.core.spec import ImageSpec  # noqa: E402
+from imagegen.generation.decode import choose_decoder  # noqa: E402
+from imagegen.generation.sampling_loop import Drawing, continue_sequences, no_gradients  # noqa: E402
 from imagegen.heads.controls import Controls  # noqa: E402
-from imagegen.model import ImageTransformer  # noqa: E402
-from imagegen.spec import ImageSpec  # noqa: E402
+from imagegen.model.transformer import ImageTransformer  # noqa: E402
 
 SPEC = ImageSpec(28, 28)
 """Of MNIST."""
@@ -39,7 +39,7 @@ def preset(name: str) -> ImageTransformer:
     model = {**config["model"], "attention": config["attention"], "head": config["head"]}
     del model["conditional"]
     torch.manual_seed(0)
-    return ImageTransformer(SPEC, **model).eval()
+    return ImageTransformer.from_options(SPEC, **model).eval()
 
 
 def times(

@@ -30,15 +30,15 @@ def announced() -> None:
     """Print the medians, and the ratio of 64 threads to as many as there are CPUs."""
     import torch
 
-    from imagegen.generation import generate
-    from imagegen.machine import prepare, usable_cpus
-    from imagegen.model import ImageTransformer
-    from imagegen.spec import ImageSpec
+    from imagegen.core.machine import prepare, usable_cpus
+    from imagegen.core.spec import ImageSpec
+    from imagegen.generation.sampling_loop import generate
+    from imagegen.model.transformer import ImageTransformer
 
     attention = {"_target_": "imagegen.attention.linear.LinearAttention"}
     head = {"_target_": "imagegen.heads.mixture_of_logistics.MixtureOfLogistics"}
-    embedding = {"_target_": "imagegen.embedding.Neighbourhood"}
-    model = ImageTransformer(
+    embedding = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
+    model = ImageTransformer.from_options(
         ImageSpec(16, 16, 1),
         attention,
         head,

@@ -1,7 +1,7 @@
 """Trains the rows of a table at equal time, and tables what comes out; see `mechanisms.py`.
 
 `speed` times training steps and generation of all rows in turn, in one process. `train` runs
-train.py and imagegen.evaluate for each row and seed. A row gets the number of steps that fit into
+train.py and imagegen evaluate for each row and seed. A row gets the number of steps that fit into
 the table's budget at the speed that `speed` measured, so that the result does not depend on what
 else the machine does meanwhile; `speed` comes first there. Finished runs are kept, so that an
 interrupted call goes on where it was.
@@ -71,14 +71,14 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    from imagegen.build import build
-    from imagegen.cli import compose
+    from imagegen.cli.entry import compose
+    from imagegen.core.build import build
+    from imagegen.core.memory import keep_freed_memory
     from imagegen.data.base import ImageDataset
-    from imagegen.generation import generate
-    from imagegen.heap import keep_freed_memory
-    from imagegen.model import ImageTransformer
-    from imagegen.model_options import model_options
-    from imagegen.optimizers import build_optimizer
+    from imagegen.generation.sampling_loop import generate
+    from imagegen.model.transformer import ImageTransformer
+    from imagegen.training.model_options import model_options
+    from imagegen.training.optimizers import build_optimizer
 
     keep_freed_memory()  # as train.py does
     made: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
         dataset.prepare()
         images = torch.from_numpy(dataset.split("train").images[: 3 * cfg.batch_size].copy())
         torch.manual_seed(0)
-        model = ImageTransformer(dataset.spec, **model_options(config, dataset))
+        model = ImageTransformer.from_options(dataset.spec, **model_options(config, dataset))
         made[row] = (model, build_optimizer(instantiate(cfg.optimizer), model), images)
     steps: dict[str, list[float]] = {row: [] for row in made}
     drawn: dict[str, list[float]] = {row: [] for row in made}
@@ -170,7 +170,7 @@ def _train_one(name: str, table: Table, out: Path, row: str, seed: int, core: in
     overrides += ["logger=csv", f"hydra.run.dir={folder}", "resume=auto"]
     commands = [
         [sys.executable, "train.py", *overrides],
-        [sys.executable, "-m", "imagegen.evaluate", f"ckpt={folder}", f"split={table.split}"]
+        [sys.executable, "-m", "imagegen", "evaluate", f"ckpt={folder}", f"split={table.split}"]
         + [f"out={folder / 'test.json'}", "device=cpu"]
         + ([] if table.images is None else [f"limit={table.images}"]),
     ]

@@ -1,6 +1,6 @@
 """Generate images from an exported model, with numpy and onnxruntime alone.
 
-    python -m imagegen.export ckpt=RUN format=onnx out=model.onnx
+    imagegen export ckpt=RUN format=onnx out=model.onnx
     python examples/generate_onnx.py model.onnx grid.pgm --n 16 --seed 0
 
 `model.onnx` is one step of the model: from the value before, the position and the state it gives
@@ -114,7 +114,7 @@ def save(path: str | Path, images: np.ndarray, levels: int) -> None:
 def main() -> None:
     """Command-line entry."""
     parser = argparse.ArgumentParser(description="Generate images from an exported model.")
-    parser.add_argument("model", help="file that imagegen.export wrote with format=onnx")
+    parser.add_argument("model", help="file that imagegen.checkpoint.export wrote with format=onnx")
     parser.add_argument("out", help="image file to write: .pgm for grey, .ppm for colour")
     parser.add_argument("--n", type=int, default=16, help="number of images (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="the same images for the same seed")

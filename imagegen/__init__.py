@@ -7,23 +7,28 @@ Importing the package costs nothing: each of these is imported when it is first 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+from imagegen.core.moved import FormerCommands
+
 if TYPE_CHECKING:
-    from imagegen.checkpoint import load_checkpoint
-    from imagegen.generation import complete, generate
+    from imagegen.checkpoint.reading import load_checkpoint
+    from imagegen.generation.sampling_loop import complete, generate
     from imagegen.heads.controls import Controls
 
 __version__ = "0.1.0"
 __all__ = ["Controls", "complete", "generate", "load_checkpoint"]
 
+sys.meta_path.append(FormerCommands)
+
 # A type checker that saw this would let every name pass.
 if not TYPE_CHECKING:
     _HOMES = {
         "Controls": "imagegen.heads.controls",
-        "complete": "imagegen.generation",
-        "generate": "imagegen.generation",
-        "load_checkpoint": "imagegen.checkpoint",
+        "complete": "imagegen.generation.sampling_loop",
+        "generate": "imagegen.generation.sampling_loop",
+        "load_checkpoint": "imagegen.checkpoint.reading",
     }
 
     def __getattr__(name: str) -> object:

@@ -2,7 +2,7 @@
 
 import sys
 
-from imagegen.commands import main
+from imagegen.commands.registry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,8 +20,8 @@ from jaxtyping import config as jaxtyping_config
 from omegaconf import OmegaConf
 from PIL import Image
 
-from imagegen.cli import compose
-from imagegen.resume import quote
+from imagegen.cli.entry import compose
+from imagegen.core.overrides import quote
 
 SECONDS = 4
 """A command that does what it was asked to for longer is interrupted, as a user would."""
@@ -31,7 +31,7 @@ WORDS = (
     *("nan", "inf", "-inf", "1e400", "-1e-400", "1e9", "1000000000", "99999999999999999999999"),
     *("1e-30", "0x10", "1_000", "1:2", "half", "auto", "latest", "all", "~", ".", "..", "/proc"),
     *("[]", "[0]", "[1,2]", "[-1,0]", "[[0,-1]]", "[[1,1]]", "[[0,0]]", "[nan]", "['']", "[null]"),
-    *("{}", "{a:1}", "{_target_:x}", "{_target_:imagegen.cli.compose}", "???", "'???'", "''"),
+    *("{}", "{a:1}", "{_target_:x}", "{_target_:imagegen.cli.entry.compose}", "???", "'???'", "''"),
     *("${seed}", "${nowhere}", "${oc.env:NOWHERE}", "${", "é", "'日本 语'", "'a b'", "a/b", "a,b"),
     *("imagegen.heads.categorical.Categorical", "collections.OrderedDict", "nowhere.Nothing"),
     *(

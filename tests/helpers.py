@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,22 +14,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pytorch_lightning import Callback
 
 import train
-from imagegen.build import build
-from imagegen.checkpoint import KEY, make_metadata
-from imagegen.cli import compose
+from imagegen.checkpoint.reading import KEY, make_metadata
+from imagegen.cli.entry import compose
+from imagegen.core.build import build
+from imagegen.core.spec import ImageSpec
 from imagegen.data.base import ImageDataset
-from imagegen.model import ImageTransformer
-from imagegen.sampling import run
-from imagegen.spec import ImageSpec
+from imagegen.generation.job import run
+from imagegen.model.transformer import ImageTransformer
 
 DIGITS = {"_target_": "imagegen.data.digits.Digits"}
 
 TINY_MODEL: dict[str, Any] = {
     "attention": {"_target_": "imagegen.attention.linear.LinearAttention"},
     "head": {"_target_": "imagegen.heads.mixture_of_logistics.MixtureOfLogistics", "n_mixtures": 2},
-    "embedding": {"_target_": "imagegen.embedding.ValueAndSinusoid"},
+    "embedding": {"_target_": "imagegen.model.embeddings.ValueAndSinusoid"},
     "n_layers": 1,
     "d_model": 16,
     "n_heads": 2,
@@ -39,7 +42,7 @@ def tiny_model(spec: ImageSpec, seed: int = 0, **options: Any) -> ImageTransform
     """An untrained model; `options` replace those of TINY_MODEL."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = ImageTransformer(spec, **{**TINY_MODEL, **options}).eval()
+        model = ImageTransformer.from_options(spec, **{**TINY_MODEL, **options}).eval()
         if model.label is not None and model.label.areas is not None:
             # As trained: they start at zero, where nothing would show.
             torch.nn.init.normal_(model.label.areas, std=0.3)
@@ -121,3 +124,86 @@ def save_colour_checkpoint(folder: Path, height: int = 4, width: int = 6) -> Pat
         "cache": str(folder / "cache"),
     }
     return save_tiny_checkpoint(folder / "tiny.ckpt", dataset=dataset)
+
+
+SMALL = [
+    "model.n_layers=1",
+    "model.d_model=16",
+    "model.n_heads=2",
+    "model.d_ff=16",
+    "trainer=cpu",
+    "logger=none",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=6",
+    "trainer.limit_val_batches=1",
+    "trainer.log_every_n_steps=2",
+    "callbacks.grids.n_samples=4",
+    "callbacks.grids.n_completed=2",
+    "callbacks.grids.completions=2",
+]
+"""Options of a small training run."""
+
+WANDB = {"_target_": "imagegen.tracking.loggers.wandb_logger", "project": "p", "log_model": False}
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(folder / "checkpoints/last.ckpt").model.state_dict()
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """What the transaction log of an offline run holds."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("run-*.wandb")
+    # wandb's own process may write the last of it a moment after the run has finished.
+    for _ in range(100):
+        records = [wandb_internal_pb2.Record.FromString(r) for r in log_records(file.read_bytes())]
+        if any(record.HasField("exit") for record in records):
+            break
+        time.sleep(0.1)
+    return records
+
+
+def read_wandb(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Configuration and history in the transaction log of an offline run."""
+    config: dict[str, Any] = {}
+    history = []
+    for record in wandb_records(folder):
+        for updates in (record.run.config.update, record.config.update):
+            config.update({item.key: json.loads(item.value_json) for item in updates if item.key})
+        if record.HasField("history"):
+            items = record.history.item
+            names = [item.key or ".".join(item.nested_key) for item in items]
+            history.append(dict(zip(names, (json.loads(i.value_json) for i in items), strict=True)))
+    return config, history
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Records of LevelDB's log format: blocks of 32 KiB, parts of a CRC, a length and a type."""
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+class Interrupt(Callback):
+    """Presses Ctrl-C, or sends another signal, after the third step of the second epoch, once."""
+
+    armed = False
+    number = signal.SIGINT
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 9 and Interrupt.armed:
+            Interrupt.armed = False
+            os.kill(os.getpid(), Interrupt.number)

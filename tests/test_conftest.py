@@ -11,7 +11,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from imagegen.images import save_png
+from imagegen.generation.images import save_png
 
 
 def test_wrong_shapes_and_dtypes_are_noticed(tmp_path: Path) -> None:

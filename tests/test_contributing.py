@@ -16,13 +16,12 @@ import yaml
 from torch import Tensor
 
 import imagegen.attention
-from imagegen import cli
 from imagegen.attention.base import CausalAttention
 from imagegen.attention.hybrid import HybridAttention
-from imagegen.build import build
+from imagegen.cli import entry as cli
+from imagegen.core.build import build
 from tests.attention import test_contract as contract
-from tests.helpers import read_images, run_train, sample
-from tests.test_run import SMALL, _rows
+from tests.helpers import SMALL, read_images, read_rows, run_train, sample
 
 ROOT = Path(__file__).parents[1]
 NAME = "min_gru"
@@ -116,7 +115,7 @@ def test_it_trains_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run = tmp_path / "run"
     options = [f"attention={NAME}", "trainer.max_epochs=5", "optimizer.lr=0.01"]
     assert run_train(monkeypatch, *SMALL, *options, f"hydra.run.dir={run}") == 0
-    scores = [float(row["val/bits_per_dim"]) for row in _rows(run) if row["val/bits_per_dim"]]
+    scores = [float(row["val/bits_per_dim"]) for row in read_rows(run) if row["val/bits_per_dim"]]
     assert scores[-1] < scores[0] < 4.2
     images = read_images(sample(run, tmp_path / "samples", "n=3"))
     assert len(images) == 3

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from imagegen import codec, evaluate, export, sample
-from imagegen.checkpoint import load_checkpoint
-from imagegen.metrics_file import MetricsFile, read_rows
-from tests.helpers import run_main, run_train, save_tiny_checkpoint, tree
-from tests.test_run import SMALL
+from imagegen.checkpoint.reading import load_checkpoint
+from imagegen.commands import compress, decompress, evaluate, export, sample
+from imagegen.tracking.metrics_file import MetricsFile, read_rows
+from tests.helpers import SMALL, run_main, run_train, save_tiny_checkpoint, tree
 
 resource = pytest.importorskip("resource", reason="file sizes are limited as Unix does")
 
@@ -49,7 +48,7 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (evaluate.main, "scores.json", ["limit=4"], 64),
         (export.main, "exported", [], 64),
         (export.main, "exported", [], 4096),
-        (codec.compress_main, "images.bin", ["limit=4"], 64),
+        (compress.main, "images.bin", ["limit=4"], 64),
         (sample.main, "drawn", ["n=4"], 64),
         (sample.main, "drawn", ["n=4"], 512),
     ],
@@ -85,13 +84,13 @@ def test_images_that_do_not_fit(
     """Decompressing leaves no folder that looks finished."""
     packed, out = tmp_path / "images.bin", tmp_path / "images"
     typed = [f"ckpt={ckpt}", f"out={packed}", "limit=4", "device=cpu"]
-    assert run_main(monkeypatch, codec.compress_main, "compress", *typed) == 0
+    assert run_main(monkeypatch, compress.main, "compress", *typed) == 0
     typed = [f"ckpt={ckpt}", f"file={packed}", f"out={out}", "device=cpu"]
     with room(32):
-        assert run_main(monkeypatch, codec.decompress_main, "decompress", *typed) == 1
+        assert run_main(monkeypatch, decompress.main, "decompress", *typed) == 1
     assert "file too large." in capsys.readouterr().err
     assert not out.exists()
-    assert run_main(monkeypatch, codec.decompress_main, "decompress", *typed) == 0
+    assert run_main(monkeypatch, decompress.main, "decompress", *typed) == 0
 
 
 @pytest.mark.parametrize("size", [500, 20_000])

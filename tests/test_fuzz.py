@@ -23,13 +23,14 @@ from pytorch_lightning import Trainer
 
 import sample
 import train
-from imagegen import cli, sampling
-from imagegen.build import build
-from imagegen.checkpoint import read_metadata
+from imagegen.checkpoint.reading import read_metadata
+from imagegen.cli import entry as cli
+from imagegen.cli.messages import report
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
 from imagegen.data.base import ImageDataset
 from imagegen.data.convert import read_image
-from imagegen.errors import UserError
-from imagegen.report import report
+from imagegen.generation import job as sampling
 from tests.fuzz import (
     SECONDS,
     TEXT,

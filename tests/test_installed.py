@@ -19,10 +19,12 @@ from pathlib import Path
 import pytest
 
 import imagegen
-import imagegen.benchmark.__main__ as benchmark
-from imagegen import cli, commands, installation, provenance
-from tests.helpers import run_main, run_train
-from tests.test_run import SMALL
+import imagegen.commands.benchmark.command as benchmark
+from imagegen.checkpoint import provenance
+from imagegen.cli import entry as cli
+from imagegen.commands import registry as commands
+from imagegen.core import installation
+from tests.helpers import SMALL, run_main, run_train
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [*SMALL, "trainer.precision=32-true", "callbacks.grids=null", "trainer.max_epochs=1"]
@@ -110,7 +112,7 @@ def test_the_wheel_holds_the_package_and_the_configuration(wheel: Path) -> None:
     yamls = {Path("imagegen") / path.relative_to(ROOT) for path in (ROOT / "conf").rglob("*.yaml")}
     assert held == {str(path) for path in code | yamls | {Path("imagegen", "py.typed")}}
     assert len(yamls) > 40
-    assert "imagegen = imagegen.commands:main" in scripts
+    assert "imagegen = imagegen.commands.registry:main" in scripts
 
 
 def test_train_sample_complete_evaluate(
@@ -142,13 +144,15 @@ def test_train_sample_complete_evaluate(
     ]
     program = f"""
 import sys
-from imagegen import commands, installation, provenance
+from imagegen.commands import registry as commands
+from imagegen.core import installation
+from imagegen.checkpoint import provenance
 for typed in {rest!r}:
     sys.argv = ["imagegen", *typed]
     assert commands.main() == 0, typed
-from imagegen.benchmark.mechanisms import choose
+from imagegen.commands.benchmark.mechanisms import choose
 from imagegen.data.base import data_folder
-from imagegen.resume import rewrite_resume
+from imagegen.cli.resume import rewrite_resume
 assert choose(["linear"])[0].config["_target_"].endswith("LinearAttention")
 print(data_folder(), *rewrite_resume(["resume=latest"]), provenance.commit(), sep="\\n")
 """
@@ -181,8 +185,9 @@ def test_an_incomplete_installation_is_named(
     with zipfile.ZipFile(wheel) as archive:
         code = [name for name in archive.namelist() if not name.startswith("imagegen/conf/")]
         archive.extractall(tmp_path / "part", code)
-    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'part')!r}); import imagegen.train\n"
-    done = python("-c", f"{program}imagegen.train.main()")
+    place = str(tmp_path / "part")
+    program = f"import sys; sys.path.insert(0, {place!r}); import imagegen.commands.train\n"
+    done = python("-c", f"{program}imagegen.commands.train.main()")
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: the folder {tmp_path / 'part' / 'conf'} is missing")
     assert done.stderr.count("\n") == 1
@@ -331,13 +336,13 @@ import imagegen
 assert {"Controls", "complete", "generate", "load_checkpoint"} <= set(dir(imagegen))
 heavy = {"torch", "numpy", "hydra", "omegaconf", "pytorch_lightning"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-import imagegen.commands
+import imagegen.commands.registry
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-import imagegen.generation, imagegen.sampling
+import imagegen.generation.sampling_loop, imagegen.generation.job
 from imagegen import *
-assert generate is imagegen.generation.generate
-assert complete is imagegen.generation.complete
-assert load_checkpoint is imagegen.checkpoint.load_checkpoint
+assert generate is imagegen.generation.sampling_loop.generate
+assert complete is imagegen.generation.sampling_loop.complete
+assert load_checkpoint is imagegen.checkpoint.reading.load_checkpoint
 assert Controls is imagegen.heads.controls.Controls
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -375,7 +380,7 @@ def test_the_commit_is_that_of_the_clone_alone(
 
 def test_what_is_typed_without_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installation.typed("train") == "python train.py"
-    assert installation.typed("find-lr") == "python -m imagegen.find_lr"
+    assert installation.typed("find-lr") == "imagegen find-lr"
     assert installation.pip_install("codec", "constriction") == "pip install -e '.[codec]'"
     monkeypatch.setattr(installation, "IN_CLONE", False)
     assert installation.typed("train") == "imagegen train"

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from pytorch_lightning import Callback
 
-from imagegen.generation import complete, generate
-from imagegen.sample_folder import JobFolder
-from imagegen.spec import ImageSpec
-from tests.helpers import run_train, sample, save_tiny_checkpoint, tiny_model
-from tests.test_run import SMALL
+from imagegen.core.spec import ImageSpec
+from imagegen.generation.job_folder import JobFolder
+from imagegen.generation.sampling_loop import complete, generate
+from tests.helpers import SMALL, run_train, sample, save_tiny_checkpoint, tiny_model
 
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20

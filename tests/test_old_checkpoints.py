@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from imagegen.checkpoint import FORMAT_VERSION, KEY, load_checkpoint, read_resume_state
-from imagegen.errors import UserError
-from imagegen.generation import generate
-from imagegen.verify_checks import all_checks
+from imagegen.checkpoint.reading import FORMAT_VERSION, KEY, load_checkpoint, read_resume_state
+from imagegen.core.errors import UserError
+from imagegen.evaluation.checks import all_checks
+from imagegen.generation.sampling_loop import generate
 from tests.checkpoints.make import make
 
 FOLDER = Path(__file__).parent / "checkpoints"

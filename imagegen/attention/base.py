@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 Self = TypeVar("Self", bound="AttentionState")
 
@@ -67,9 +67,14 @@ class CausalAttention(nn.Module, ABC, Generic[State]):
         row_length: positions in a row of the image, for mechanisms that know two dimensions.
         layer: index of the layer, from 0, for mechanisms that differ between layers.
 
+    Attributes:
+        constant_state: whether the state has the same size at every position.
+
     Raises:
         UserError: for sizes below one, or a width that the heads do not divide.
     """
+
+    constant_state: bool = True
 
     def __init__(
         self,

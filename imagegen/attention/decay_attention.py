@@ -22,7 +22,7 @@ from imagegen.attention.decay import (
     recurrent_decay_attention,
 )
 from imagegen.attention.short_convolution import ShortConvolution
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.attention.delta_rule import DEFAULT_CHUNK, chunked_delta_rule, recurrent_delta_rule
 from imagegen.attention.short_convolution import ShortConvolution
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 L2_EPS = 1e-6
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from imagegen.errors import UserError
-from imagegen.float64 import float64_device
+from imagegen.core.errors import UserError
+from imagegen.core.float64 import float64_device
 
 Keys = tuple[Float[Tensor, "b h n f"], Float[Tensor, "b h n"] | None]
 

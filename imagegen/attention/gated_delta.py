@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagegen.attention.delta import DeltaNet
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 GATES = ("head", "channel")
 

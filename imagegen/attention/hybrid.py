@@ -17,8 +17,8 @@ from torch import Tensor
 
 import imagegen.attention
 from imagegen.attention.base import AttentionState, CausalAttention
-from imagegen.build import build
-from imagegen.errors import UserError
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
 
 
 class HybridAttention(CausalAttention[AttentionState]):
@@ -56,6 +56,7 @@ class HybridAttention(CausalAttention[AttentionState]):
         configs = [_config(entry) for entry in pattern]
         options = {"d_model": d_model, "n_heads": n_heads, "head_dim": head_dim, **context}
         self.mechanism = build(configs[self.layer % len(configs)], CausalAttention, **options)
+        self.constant_state = self.mechanism.constant_state
         if self.layer == 0:
             # Entries that no layer comes to are refused as well where they are wrong.
             with torch.random.fork_rng(devices=[]):

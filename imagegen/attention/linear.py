@@ -21,7 +21,7 @@ from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.attention.feature_maps import build_feature_map
 from imagegen.attention.linear_chunks import LinearChunks
 from imagegen.attention.query_key_norm import QueryKeyNorm
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 DEFAULT_CHUNK = 64
 Watch = Callable[[Tensor], None]

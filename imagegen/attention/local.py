@@ -19,7 +19,7 @@ from imagegen.attention.base import AttentionState, CausalAttention, Position
 from imagegen.attention.buffers import ring_after, ring_in_order, ring_step
 from imagegen.attention.query_key_norm import QueryKeyNorm
 from imagegen.attention.windows import joined, window_blocks
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 @dataclass

@@ -22,7 +22,7 @@ from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.attention.buffers import history_step
 from imagegen.attention.partial_softmax import PartialSoftmax, partial_softmax
 from imagegen.attention.slots import BUCKET, NO_CODE, Slots, sees, sort_by_bucket
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 # Matrix products may round differently where a matrix lies askew in memory. Where a chunk lies
 # depends on later positions; in multiples of this many slots, all lie alike (64 bytes).
@@ -148,6 +148,8 @@ class LSHAttention(CausalAttention[LSHState]):
     """
 
     rotations: Tensor
+
+    constant_state = False
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from imagegen.attention.base import Position
 from imagegen.attention.decay_attention import DecayAttention, DecayState, Inputs
 from imagegen.attention.short_convolution import ShortConvolution
-from imagegen.errors import UserError
-from imagegen.float64 import float64_device
+from imagegen.core.errors import UserError
+from imagegen.core.float64 import float64_device
 
 
 def rotated(x: Float[Tensor, "b h n d"], start: Position) -> Float[Tensor, "b h n d"]:

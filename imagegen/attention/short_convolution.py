@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 class ShortConvolution(nn.Module):

@@ -41,6 +41,8 @@ class SoftmaxAttention(CausalAttention[SoftmaxState]):
         context: see `CausalAttention`.
     """
 
+    constant_state = False
+
     def __init__(
         self,
         d_model: int,

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from imagegen.attention.decay_attention import DecayAttention, DecayState, Inputs
 from imagegen.attention.short_convolution import ShortConvolution
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 class StateSpaceDuality(DecayAttention):

@@ -20,7 +20,7 @@ from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.attention.buffers import history_step, ring_after, ring_in_order, ring_step
 from imagegen.attention.partial_softmax import PartialSoftmax, partial_softmax
 from imagegen.attention.windows import joined, window_blocks
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 COMBINATIONS = ("heads", "merged", "interleaved")
 STRIDE_WITHOUT_ROWS = 128
@@ -112,6 +112,8 @@ class StridedAttention(CausalAttention[StridedState]):
     Raises:
         UserError: for an unknown combination, `heads` with a single head, a stride below one.
     """
+
+    constant_state = False
 
     def __init__(
         self,

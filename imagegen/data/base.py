@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from imagegen.errors import UserError
-from imagegen.installation import PROJECT_ROOT
-from imagegen.spec import ImageSpec
+from imagegen.core.errors import UserError
+from imagegen.core.installation import PROJECT_ROOT
+from imagegen.core.spec import ImageSpec
 
 SPLIT_NAMES = ("train", "val", "test")
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
 from imagegen.data.torchvision_base import TorchvisionDataset
-from imagegen.errors import UserError
-from imagegen.spec import ImageSpec
 
 
 class CIFAR10(TorchvisionDataset):

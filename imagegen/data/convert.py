@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import UInt8
 
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -8,6 +8,7 @@ from typing import Any
 from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
+from imagegen.core.errors import UserError
 from imagegen.data.base import ImageDataset, ImageSplit
 from imagegen.data.loading import (
     Batch,
@@ -17,7 +18,6 @@ from imagegen.data.loading import (
     TrainOrder,
     ready,
 )
-from imagegen.errors import UserError
 
 MAX_SEED = 2**63 - 1
 

@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from imagegen.core.spec import ImageSpec
 from imagegen.data.base import ImageDataset, ImageSplit, check_split_name, hold_out
-from imagegen.spec import ImageSpec
 
 TEST_IMAGES = 360
 VAL_IMAGES = 144

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, UInt64
 
+from imagegen.core.errors import UserError
 from imagegen.data.base import SPLIT_NAMES, hold_out
 from imagegen.data.convert import SUFFIXES
-from imagegen.errors import UserError
 
 _SPLIT_FOLDERS = {
     "train": "train",

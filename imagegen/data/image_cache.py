@@ -18,10 +18,10 @@ from typing import IO, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Int64, UInt8, UInt64
 
+from imagegen.core.errors import UserError
+from imagegen.core.machine import usable_cpus
+from imagegen.core.progress import image_progress
 from imagegen.data.base import image_digests
-from imagegen.errors import UserError
-from imagegen.machine import usable_cpus
-from imagegen.progress import image_progress
 
 T = TypeVar("T")
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, UInt8, UInt64
 
+from imagegen.core.errors import UserError
+from imagegen.core.files import sha256_of
+from imagegen.core.spec import ImageSpec
 from imagegen.data.base import (
     SPLIT_NAMES,
     ImageDataset,
@@ -35,9 +38,6 @@ from imagegen.data.folder_listing import (
     list_folder,
 )
 from imagegen.data.image_cache import Cache, build_cache, in_blocks, open_cache
-from imagegen.errors import UserError
-from imagegen.provenance import sha256_of
-from imagegen.spec import ImageSpec
 
 CONTENTS, POSITION = "contents", "position"
 _CACHE_VERSION = 3  # raise it when conversion changes, so that old caches are not used

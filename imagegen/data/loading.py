@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from imagegen.core.errors import UserError
 from imagegen.data.base import ImageSplit
-from imagegen.errors import UserError
 
 Batch: TypeAlias = dict[str, Tensor]
 

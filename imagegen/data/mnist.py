@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
 from imagegen.data.torchvision_base import TorchvisionDataset, unpack_gzip
-from imagegen.errors import UserError
-from imagegen.spec import ImageSpec
 
 _HEADER_BYTES = {"images": 16, "labels": 8}
 

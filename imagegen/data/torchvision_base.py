@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int64, UInt8
 
+from imagegen.core.errors import UserError
 from imagegen.data.base import (
     ImageDataset,
     ImageSplit,
@@ -25,7 +26,6 @@ from imagegen.data.base import (
     data_folder,
     hold_out,
 )
-from imagegen.errors import UserError
 
 MAX_VAL_IMAGES = 5000
 NETWORK_TIMEOUT_SECONDS = 60.0

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from imagegen.float64 import to_float64
+from imagegen.core.float64 import to_float64
 from imagegen.heads.controls import Controls, nucleus
 
 

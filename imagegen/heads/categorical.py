@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 from imagegen.heads.base import OutputHead, invert_cumulative
 from imagegen.heads.controls import Controls, nucleus, tempered
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 from imagegen.heads.base import OutputHead, invert_cumulative
 from imagegen.heads.controls import Controls, nucleus, tempered
 

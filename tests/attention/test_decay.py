@@ -18,10 +18,10 @@ from imagegen.attention.gla import GatedLinearAttention
 from imagegen.attention.retention import Retention
 from imagegen.attention.short_convolution import ShortConvolution
 from imagegen.attention.ssd import StateSpaceDuality
-from imagegen.errors import UserError
-from imagegen.generation import complete, generate
-from imagegen.model import ImageTransformer
-from imagegen.spec import ImageSpec
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
+from imagegen.generation.sampling_loop import complete, generate
+from imagegen.model.transformer import ImageTransformer
 from tests.helpers import tiny_model
 
 MECHANISMS = [Retention, StateSpaceDuality, GatedLinearAttention]
@@ -207,7 +207,7 @@ def model(request: pytest.FixtureRequest) -> ImageTransformer:
     return tiny_model(
         SPEC,
         attention={"_target_": target, "conv_size": 3},
-        embedding={"_target_": "imagegen.embedding.Neighbourhood"},
+        embedding={"_target_": "imagegen.model.embeddings.Neighbourhood"},
         n_layers=2,
     )
 

@@ -13,11 +13,11 @@ from imagegen.attention.base import CausalAttention
 from imagegen.attention.delta import DeltaNet
 from imagegen.attention.delta_rule import chunked_delta_rule, recurrent_delta_rule
 from imagegen.attention.gated_delta import GatedDeltaNet
-from imagegen.build import build
-from imagegen.errors import UserError
-from imagegen.generation import complete, generate
-from imagegen.model import ImageTransformer
-from imagegen.spec import ImageSpec
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
+from imagegen.generation.sampling_loop import complete, generate
+from imagegen.model.transformer import ImageTransformer
 from tests.helpers import tiny_model
 
 DELTA = {"_target_": "imagegen.attention.delta.DeltaNet"}
@@ -218,7 +218,7 @@ def model(request: pytest.FixtureRequest) -> ImageTransformer:
     return tiny_model(
         SPEC,
         attention=KINDS[request.param],
-        embedding={"_target_": "imagegen.embedding.Neighbourhood"},
+        embedding={"_target_": "imagegen.model.embeddings.Neighbourhood"},
         n_layers=2,
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from imagegen.attention.gla import GatedLinearAttention
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 @pytest.mark.parametrize("bias", [-1e4, -50.0, 0.0, 50.0])

@@ -12,7 +12,7 @@ from imagegen.attention.hybrid import HybridAttention
 from imagegen.attention.linear import LinearAttention
 from imagegen.attention.local import LocalAttention
 from imagegen.attention.softmax import SoftmaxAttention
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 def test_the_pattern_is_repeated_over_the_layers() -> None:

@@ -12,9 +12,9 @@ from imagegen.attention.linear import (
     recurrent_linear_attention,
 )
 from imagegen.attention.softmax import SoftmaxAttention
-from imagegen.errors import UserError
-from imagegen.generation import generate
-from imagegen.spec import ImageSpec
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
+from imagegen.generation.sampling_loop import generate
 from tests.helpers import tiny_model
 
 FAVOR = {"d_model": 16, "n_heads": 2, "feature_map": "favor"}

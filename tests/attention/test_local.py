@@ -6,8 +6,8 @@ import torch
 from imagegen.attention.buffers import ring_after, ring_in_order, ring_step
 from imagegen.attention.local import LocalAttention
 from imagegen.attention.softmax import SoftmaxAttention
-from imagegen.decode.waiting import no_waiting
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
+from imagegen.generation.decode.waiting import no_waiting
 
 
 @torch.no_grad()

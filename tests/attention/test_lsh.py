@@ -6,7 +6,7 @@ from torch import Tensor
 
 from imagegen.attention.lsh import LSHAttention
 from imagegen.attention.slots import sort_by_bucket
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 def _input(length: int, batch: int = 2) -> Tensor:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from imagegen.generation import complete, generate
-from imagegen.model import ImageTransformer
-from imagegen.spec import ImageSpec
+from imagegen.core.spec import ImageSpec
+from imagegen.generation.sampling_loop import complete, generate
+from imagegen.model.transformer import ImageTransformer
 from tests.helpers import tiny_model
 
 SPEC = ImageSpec(6, 5, 3)
@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> ImageTransformer:
     return tiny_model(
         SPEC,
         attention=ATTENTION[request.param],
-        embedding={"_target_": "imagegen.embedding.Neighbourhood"},
+        embedding={"_target_": "imagegen.model.embeddings.Neighbourhood"},
         n_layers=3,
     )
 

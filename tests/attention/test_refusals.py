@@ -9,11 +9,10 @@ import pytest
 import yaml
 
 from imagegen.attention.base import CausalAttention
-from imagegen.build import build
-from imagegen.cli import PROJECT_ROOT
-from imagegen.errors import UserError
-from tests.helpers import run_train
-from tests.test_run import SMALL
+from imagegen.cli.entry import PROJECT_ROOT
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
+from tests.helpers import SMALL, run_train
 
 # The mechanism, what is typed besides (SMALL has a head_dim of 8), and the sentence.
 TYPED = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from imagegen.attention.retention import Retention, rotated
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 @torch.no_grad()

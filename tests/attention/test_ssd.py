@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from imagegen.attention.ssd import StateSpaceDuality
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 
 
 def test_delta_and_a_start_in_their_ranges() -> None:

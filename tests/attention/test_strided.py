@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from imagegen.attention.strided import StridedAttention
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 from tests.reference.strided import reference
 
 STRIDE = 5

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from imagegen.checkpoint import FORMAT_VERSION, load_checkpoint
+from imagegen.checkpoint.reading import FORMAT_VERSION, load_checkpoint
 from imagegen.data.digits import Digits
-from imagegen.generation import generate
+from imagegen.generation.sampling_loop import generate
 
 FOLDER = Path(__file__).parent
 OPTIONS = [

@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image, features
 
-from imagegen.checkpoint import load_checkpoint
-from imagegen.cli import compose
+from imagegen.checkpoint.export import export_safetensors
+from imagegen.checkpoint.reading import load_checkpoint
+from imagegen.cli.entry import compose
+from imagegen.core.errors import UserError
 from imagegen.data.image_folder import ImageFolder
-from imagegen.errors import UserError
-from imagegen.evaluate import run as run_evaluate
-from imagegen.evaluate import score_images
-from imagegen.export import export_safetensors
+from imagegen.evaluation.scores import run as run_evaluate
+from imagegen.evaluation.scores import score_images
 from tests.helpers import run_train
 
 LAST = Path("checkpoints", "last.ckpt")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from imagegen.build import build
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
 from imagegen.data.base import ImageDataset, data_folder
-from imagegen.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "dataset").glob("*.yaml"))
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from imagegen.core.errors import UserError
 from imagegen.data.convert import fit_image, read_image
-from imagegen.errors import UserError
 
 
 def grey_ramp() -> np.ndarray:

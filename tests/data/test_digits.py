@@ -3,10 +3,10 @@ import hashlib
 import numpy as np
 import pytest
 
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
 from imagegen.data.base import SPLIT_NAMES, data_folder, hold_out
 from imagegen.data.digits import Digits
-from imagegen.errors import UserError
-from imagegen.spec import ImageSpec
 
 
 def test_splits_hold_every_image_once() -> None:

@@ -21,10 +21,10 @@ import torchvision
 from packaging.version import Version
 from torchvision import datasets
 
-from imagegen.cli import PROJECT_ROOT
+from imagegen.cli.entry import PROJECT_ROOT
+from imagegen.core.errors import UserError
 from imagegen.data.cifar10 import CIFAR10
 from imagegen.data.mnist import MNIST, FashionMNIST
-from imagegen.errors import UserError
 from tests.data.official import Arrays, check_splits, write_cifar, write_mnist
 
 # torchvision leaves the sockets of failed requests to the garbage collector.

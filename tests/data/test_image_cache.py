@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from imagegen.cli import PROJECT_ROOT
+from imagegen.cli.entry import PROJECT_ROOT
+from imagegen.core.errors import UserError
 from imagegen.data import image_cache
 from imagegen.data.base import SPLIT_NAMES, image_digests
 from imagegen.data.image_cache import build_cache, open_cache
 from imagegen.data.image_folder import ImageFolder
-from imagegen.errors import UserError
 from tests.helpers import write_image
 
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, features
 
-from imagegen.build import build
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
 from imagegen.data.base import SPLIT_NAMES, ImageDataset, image_digests
 from imagegen.data.folder_listing import Rows, cut_by_contents, list_folder
 from imagegen.data.image_folder import ImageFolder
-from imagegen.errors import UserError
 
 
 def write_image(path: Path, level: int, size: tuple[int, int] = (5, 4)) -> None:

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
 from imagegen.data.base import ImageDataset, ImageSplit, check_split_name
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.data.loading import BatchDataset, EvaluationShard, TrainOrder
-from imagegen.errors import UserError
-from imagegen.spec import ImageSpec
 
 
 class Numbered(ImageDataset):

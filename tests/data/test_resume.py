@@ -9,8 +9,8 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 
+from imagegen.core.errors import UserError
 from imagegen.data.datamodule import ImageDataModule
-from imagegen.errors import UserError
 from tests.data.test_loading import Numbered
 
 BATCHES = 5  # 23 images in batches of 4

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from torchvision import datasets
 
-from imagegen.build import build
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
 from imagegen.data.base import ImageDataset
 from imagegen.data.cifar10 import CIFAR10
 from imagegen.data.mnist import MNIST, FashionMNIST
 from imagegen.data.torchvision_base import TorchvisionDataset
-from imagegen.errors import UserError
 from tests.data.official import Arrays, check_splits, write_cifar, write_mnist
 
 

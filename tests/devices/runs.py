@@ -17,14 +17,19 @@ from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from imagegen import codec, decode, evaluate, find_lr, machine, options, verify
-from imagegen.checkpoint import load_checkpoint
-from imagegen.cli import compose
-from imagegen.decode import graph
-from imagegen.training import ImageModule
+from imagegen.checkpoint.reading import load_checkpoint
+from imagegen.cli.entry import compose
+from imagegen.core import machine
+from imagegen.core import values as options
+from imagegen.evaluation import codec
+from imagegen.evaluation import scores as evaluate
+from imagegen.evaluation import verification as verify
+from imagegen.generation import decode
+from imagegen.generation.decode import graph
+from imagegen.training import learning_rate as find_lr
+from imagegen.training.module import ImageModule
 from tests.devices.simulated import Simulation
-from tests.helpers import read_images, run_main, run_train, sample, save_colour_checkpoint
-from tests.test_run import SMALL
+from tests.helpers import SMALL, read_images, run_main, run_train, sample, save_colour_checkpoint
 
 
 @contextlib.contextmanager
@@ -73,7 +78,7 @@ def trains_and_resumes(simulation: Simulation, folder: Path) -> None:
 
 
 def finds_a_rate(simulation: Simulation) -> None:
-    """`python -m imagegen.find_lr`, in bfloat16."""
+    """`imagegen find-lr`, in bfloat16."""
     options_ = ("batch_size=8", "trainer.precision=bf16-mixed")
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_lr, "STEPS", 30)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagegen import verify_checks
-from imagegen.evaluate import score_images
-from imagegen.generation import generate
-from imagegen.model import ImageTransformer, ModelState
-from imagegen.spec import ImageSpec
+from imagegen.core.spec import ImageSpec
+from imagegen.evaluation import checks as verify_checks
+from imagegen.evaluation.scores import score_images
+from imagegen.generation.sampling_loop import generate
+from imagegen.model.transformer import ImageTransformer, ModelState
 from tests.devices import runs, ways
 from tests.devices.simulated import cuda
 from tests.helpers import tiny_model

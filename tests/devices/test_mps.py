@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from imagegen import verify_checks
-from imagegen.decode import choose_decoder
-from imagegen.errors import UserError
-from imagegen.evaluate import score_images
+from imagegen.core.errors import UserError
+from imagegen.core.values import resolve_device
+from imagegen.evaluation import checks as verify_checks
+from imagegen.evaluation.scores import score_images
+from imagegen.generation.decode import choose_decoder
 from imagegen.heads.controls import Controls
-from imagegen.options import resolve_device
 from tests.devices import runs, ways
 from tests.devices.simulated import mps
 

@@ -23,22 +23,22 @@ import yaml
 from pytorch_lightning import Trainer
 from torch import Tensor
 
-from imagegen import decode
-from imagegen.callbacks import Grids
-from imagegen.cli import PROJECT_ROOT
-from imagegen.coding import decode as decode_images
-from imagegen.coding import encode
+from imagegen.cli.entry import PROJECT_ROOT
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
 from imagegen.data.base import ImageSplit
-from imagegen.decode import graph
-from imagegen.errors import UserError
-from imagegen.evaluate import classify_images, score_images
-from imagegen.generation import complete, generate
+from imagegen.evaluation.checks import all_checks
+from imagegen.evaluation.coding import decode as decode_images
+from imagegen.evaluation.coding import encode
+from imagegen.evaluation.scores import classify_images, score_images
+from imagegen.generation import decode
+from imagegen.generation.decode import graph
+from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
-from imagegen.model import ImageTransformer
-from imagegen.muon import Muon
-from imagegen.spec import ImageSpec
-from imagegen.training import ImageModule
-from imagegen.verify_checks import GROWING, all_checks
+from imagegen.model.transformer import ImageTransformer
+from imagegen.training.callbacks import Grids
+from imagegen.training.module import ImageModule
+from imagegen.training.muon import Muon
 from tests.attention.test_contract import cases as attentions
 from tests.devices.simulated import Simulation
 
@@ -84,11 +84,11 @@ def make(case: tuple[dict[str, Any], dict[str, Any]]) -> ImageTransformer:
 
     def model(spec: ImageSpec) -> ImageTransformer:
         torch.manual_seed(0)
-        made = ImageTransformer(
+        made = ImageTransformer.from_options(
             spec,
             attention=attention,
             head=head,
-            embedding={"_target_": "imagegen.embedding.Neighbourhood"},
+            embedding={"_target_": "imagegen.model.embeddings.Neighbourhood"},
             n_layers=1,
             d_model=16,
             n_heads=2,
@@ -215,7 +215,7 @@ def _as_long_ones(model: ImageTransformer) -> Iterator[None]:
             patch.setattr(decode, "SHORTEST", 1)
             patch.setattr(graph, "GraphDecoder", unrecorded)
         yield
-    grows = any(isinstance(module, GROWING) for module in model.modules())
+    grows = not model.constant_state
     assert bool(made) == (kind == "cuda" and not grows)
 
 
@@ -272,8 +272,8 @@ def coded(model: ImageTransformer) -> Any:
 @way(OF_HEADS)
 def verified(model: ImageTransformer) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("imagegen.verify_checks.DRAWS", 2000)
-        patch.setattr("imagegen.verify_checks.POSITIONS", 3)
+        patch.setattr("imagegen.evaluation.checks.DRAWS", 2000)
+        patch.setattr("imagegen.evaluation.checks.POSITIONS", 3)
         checks = list(all_checks(model, images_of(model, 2), seed=0))
     for check in checks:
         assert check.ok is not False, check

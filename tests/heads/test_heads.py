@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from imagegen.errors import UserError
+from imagegen.core.errors import UserError
 from imagegen.heads.base import OutputHead
 from imagegen.heads.categorical import Categorical
 from imagegen.heads.controls import Controls, nucleus

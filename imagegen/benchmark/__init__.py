@@ -1,1 +1,0 @@
-"""Benchmarks, `python -m imagegen.benchmark`: what is measured, in which process, told how."""

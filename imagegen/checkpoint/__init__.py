@@ -1,0 +1,1 @@
+"""Checkpoints: read, checked and exported, and where a result comes from."""

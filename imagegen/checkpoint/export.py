@@ -1,0 +1,86 @@
+"""Write a checkpoint for other programs: `imagegen export ckpt=… format=… out=…`.
+
+`format=safetensors` writes weights and their description, which `sample.py ckpt=` and the other
+commands take like the checkpoint itself. `format=onnx` writes one step of the model for onnxruntime
+and its like; see `onnx_export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imagegen.core import values as opt
+from imagegen.core.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+FORMATS = ("safetensors", "onnx")
+
+
+def run(config: Mapping[str, Any]) -> Path:
+    """Do what `conf/export.yaml` and the command line ask; print what was written.
+
+    Returns:
+        the folder (safetensors) or the file (onnx).
+
+    Raises:
+        UserError: for anything that cannot be; then nothing is written.
+    """
+    config = opt.plain(config)
+    ckpt = opt.checkpoint_path(config["ckpt"])
+    kind = opt.choice(config["format"], "format", FORMATS)
+    if config["out"] is None or not str(config["out"]).strip():
+        what = "folder" if kind == "safetensors" else "file.onnx"
+        raise UserError(f"out is missing; add out=<{what}>.")
+    out = opt.absolute(str(config["out"]))
+    return export_safetensors(ckpt, out) if kind == "safetensors" else _export_onnx(ckpt, out)
+
+
+def export_safetensors(ckpt: str | Path, out: Path) -> Path:
+    """Write the weights of a checkpoint to `model.safetensors` and the rest to `config.json`.
+
+    What only training needs, such as the optimizer's state, is left out.
+
+    Args:
+        ckpt: checkpoint file or run folder.
+        out: a new or empty folder, or one with an earlier export, which is replaced.
+
+    Raises:
+        UserError: if the checkpoint cannot be read, or the folder not be written.
+    """
+    from imagegen.checkpoint.reading import REQUIRED, load_checkpoint
+    from imagegen.checkpoint.weights_folder import write_weights_folder
+
+    if out.suffix == ".safetensors":
+        raise UserError(
+            f"out={out} names a file, but format=safetensors writes a folder, with the weights and "
+            f"their description; name one, such as out={out.with_suffix('')}."
+        )
+    loaded = load_checkpoint(ckpt)
+    kept = (*REQUIRED, "class_names", "machine")
+    metadata = {key: loaded.metadata[key] for key in kept if key in loaded.metadata}
+    weights = loaded.model.state_dict()
+    write_weights_folder(out, metadata, weights)
+    count = sum(tensor.numel() for tensor in weights.values())
+    print(f"{count:,} weights of {loaded.path}: {out}")
+    return out
+
+
+def _export_onnx(ckpt: str, out: Path) -> Path:
+    from imagegen.checkpoint.onnx import export_onnx
+    from imagegen.checkpoint.reading import load_checkpoint
+    from imagegen.core.files import ensure_writable
+
+    if out.suffix != ".onnx":
+        raise UserError(f"out={out} must be a file that ends in .onnx.")
+    ensure_writable(out)
+    loaded = load_checkpoint(ckpt)
+    error = export_onnx(loaded.model, out)
+    print(
+        f"one step of {loaded.path}: {out}\n"
+        f"onnxruntime gives the same parameters to within {error:.1e}"
+    )
+    return out

@@ -1,0 +1,1 @@
+"""From the words that a user typed to a checked configuration, and errors as sentences."""

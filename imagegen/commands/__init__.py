@@ -1,0 +1,1 @@
+"""One file for each command: it takes the configuration and calls what does the work."""

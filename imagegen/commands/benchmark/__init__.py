@@ -1,0 +1,1 @@
+"""Benchmarks, `imagegen benchmark`: what is measured, in which process, told how."""

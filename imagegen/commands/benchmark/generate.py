@@ -1,0 +1,266 @@
+"""`imagegen benchmark generate`: images a second, latency and memory of generation."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from imagegen.cli.entry import hydra_entry
+from imagegen.commands.benchmark.common import (
+    Common,
+    ascending,
+    half_of_memory,
+    heading,
+    known_bytes,
+    measured_points,
+    publish,
+    spread,
+    too_much,
+)
+from imagegen.commands.benchmark.contestants import DRAWERS, Drawer, choose_contestants
+from imagegen.commands.benchmark.positions import positions_of, seconds_together
+from imagegen.commands.benchmark.setting import FLOAT, Costs, Setting
+from imagegen.core import values as opt
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+
+    from imagegen.commands.benchmark.measure import Point
+
+MATRIX, COPIED = 2048, 2**28
+"""Rows of the matrices and bytes of the copy from which the machine's ceilings are taken."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What to measure and where to write, as `conf/benchmark_generate.yaml` says."""
+
+    contestants: dict[str, Drawer]
+    setting: Setting
+    costs: Costs
+    positions: tuple[int, ...]
+    steps: int
+    piece: float
+    batch_sizes: tuple[int, ...]
+    common: Common
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "generate") -> GenerateOptions:
+        """Check the plain values of the configuration; builds the model once.
+
+        Raises:
+            UserError: naming the first option that cannot be.
+        """
+        contestants = choose_contestants(config["contestants"], DRAWERS)
+        common = Common.from_config(config, f"outputs/benchmark-{name}")
+        batch_sizes = ascending(config["batch_sizes"], "batch_sizes", "[1,16]")
+        steps = opt.whole_number(config["steps"], "steps", 1)
+        piece = opt.positive_number(config["piece"], "piece")
+        setting = Setting.from_config(config, common.seed)
+        costs = Costs.of(setting.build("linear"))
+        positions = positions_of(config["positions"], steps, costs.length)
+        return cls(contestants, setting, costs, positions, steps, piece, batch_sizes, common)
+
+
+def run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what `conf/benchmark_generate.yaml` and the command line ask; print where the result is.
+
+    Returns:
+        what is written to `generate.json`.
+
+    Raises:
+        UserError: for anything that cannot be; then nothing is written.
+    """
+    from imagegen.commands.benchmark.generate_report import markdown
+    from imagegen.commands.benchmark.plot import plot_generation
+
+    options = GenerateOptions.from_config(opt.plain(config))
+    device = opt.resolve_device(options.common.device)
+    return publish(
+        "generate",
+        options.common.out,
+        lambda: measured(options, device),
+        markdown,
+        f"{len(options.contestants)} contestants",
+        plot_generation,
+    )
+
+
+def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
+    """Measure everything in processes of their own.
+
+    Returns:
+        the content of `generate.json`.
+
+    Raises:
+        UserError: where nothing could be measured.
+    """
+    import torch
+
+    from imagegen.commands.benchmark.generation_step import GenerationStep
+    from imagegen.commands.benchmark.measure import Plan
+    from imagegen.commands.benchmark.worker import Worker
+
+    common, costs = options.common, options.costs
+    threads = common.threads or torch.get_num_threads()
+    # Before the work, whose load would be in it.
+    head = heading("generate", device, threads)
+    room = half_of_memory(head["machine"], device)
+    plan = Plan(
+        options.batch_sizes,
+        common.repeats,
+        common.budget,
+        common.time_limit,
+        memory_bytes=(room or 0) if device.type == "cpu" else 0,
+        guess_bytes=3 * max(costs.state_bytes(name) for name in ("linear", "softmax")),
+        unit="images at a time",
+        larger="larger batches",
+        work="the job",
+    )
+    started = perf_counter()
+    ceilings = ceilings_of(threads, str(device), common.repeats)
+
+    def start(name: str, batch_size: int) -> Worker:
+        return Worker(
+            GenerationStep(
+                options.contestants[name],
+                options.setting,
+                batch_size,
+                options.positions,
+                options.steps,
+                options.piece,
+                threads,
+                str(device),
+            )
+        )
+
+    def refuse(name: str, batch_size: int, points: Sequence[Point]) -> str | None:
+        expected = _expected_seconds(points, batch_size, options)
+        size = _expected_bytes(options.contestants[name], batch_size, options)
+        size = max(size, known_bytes(points, batch_size) or 0)
+        return too_much(expected, common.time_limit, size, room)
+
+    points = measured_points(list(options.contestants), plan, start, refuse)
+    return {
+        **head,
+        "seed": common.seed,
+        "seconds": perf_counter() - started,
+        "model": options.setting.describe(),
+        "sentence": options.setting.sentence(),
+        "paper": options.setting.paper,
+        "costs": asdict(costs),
+        "ceilings": ceilings,
+        "positions": list(options.positions),
+        "steps": options.steps,
+        "piece": options.piece,
+        "plan": {**asdict(plan), "lengths": list(plan.lengths)},
+        "contestants": [
+            entry(name, options, points[name], ceilings) for name in options.contestants
+        ],
+    }
+
+
+def entry(
+    name: str, options: GenerateOptions, points: Sequence[Point], ceilings: Mapping[str, float]
+) -> dict[str, Any]:
+    """What the result says of one contestant."""
+    drawer, costs = options.contestants[name], options.costs
+    batches = [_batch(drawer, options, point, ceilings) for point in points]
+    done = [batch for batch in batches if batch["images_per_second"]]
+    best = max(done, key=lambda batch: float(batch["images_per_second"]["median"]), default=None)
+    kept = 0 if drawer.form == "recomputed" else costs.state_bytes(drawer.attention)
+    return {
+        "name": name,
+        **asdict(drawer),
+        "state_bytes": kept,
+        "best_batch_size": best and best["batch_size"],
+        "batches": batches,
+    }
+
+
+def _batch(
+    drawer: Drawer, options: GenerateOptions, point: Point, ceilings: Mapping[str, float]
+) -> dict[str, Any]:
+    from imagegen.commands.benchmark.report import plain_step
+
+    costs, batch = options.costs, point.length
+    result: dict[str, Any] = {
+        "batch_size": batch,
+        "images_per_second": None,
+        "repeats": [plain_step(step) for step in point.steps],
+        "not_measured": point.reason,
+    }
+    if not point.steps:
+        return result
+    together = [
+        seconds_together(options.positions, step.parts, options.steps, costs.length)
+        for step in point.steps
+    ]
+    rate = batch / statistics.median(together)
+    flops = costs.flops_an_image(drawer.attention)
+    moved = costs.bytes_an_image(drawer.attention, batch)
+    return {
+        **result,
+        "images_per_second": spread([batch / seconds for seconds in together]),
+        "seconds_for_batch": spread(together),
+        "ms_a_step": spread([1e3 * seconds / costs.length for seconds in together]),
+        "ms_a_step_at": [
+            spread([1e3 * step.parts[index] for step in point.steps])
+            for index in range(len(options.positions))
+        ],
+        "peak_bytes": point.peak_bytes,
+        "share_of_arithmetic": rate * flops / ceilings["flops"],
+        "share_of_memory": rate * moved / ceilings["bytes"],
+    }
+
+
+def ceilings_of(threads: int, device: str, repeats: int) -> dict[str, float]:
+    """The best of some products and copies: float32 operations and bytes moved, a second each."""
+    from imagegen.commands.benchmark.generation_step import Ceilings
+    from imagegen.commands.benchmark.worker import Worker
+
+    worker = Worker(Ceilings(MATRIX, COPIED, threads, device))
+    try:
+        worker.ready()
+        steps = [worker.step().parts for _ in range(repeats + 2)]
+    finally:
+        worker.close()
+    return {
+        "matrix": MATRIX,
+        "copied_bytes": COPIED,
+        "flops": 2 * MATRIX**3 / min(product for product, _ in steps),
+        # A copy reads and writes.
+        "bytes": 2 * COPIED / min(copy for _, copy in steps),
+    }
+
+
+def _expected_seconds(
+    points: Sequence[Point], batch_size: int, options: GenerateOptions
+) -> float | None:
+    """Of a whole job, if a step takes longer as the batch grows; None where nothing is known."""
+    known = [point for point in points if point.steps]
+    if not known:
+        return None
+    growth = batch_size / known[-1].length
+    steps = [growth * seconds for seconds in known[-1].steps[-1].parts]
+    return sum(min(options.steps * step, options.piece + step) for step in steps)
+
+
+def _expected_bytes(drawer: Drawer, batch_size: int, options: GenerateOptions) -> float:
+    costs, model = options.costs, options.setting.model
+    if drawer.form == "recomputed":
+        wide = 2 * model["d_ff"] + 10 * model["d_model"]
+        return FLOAT * batch_size * costs.length * wide
+    # The compiled loop has copies of its own; all others have one layer twice for a moment.
+    copies = 3 if drawer.form == "compiled" else 2
+    return copies * batch_size * costs.state_bytes(drawer.attention)
+
+
+@hydra_entry("benchmark_generate")
+def main(config: DictConfig) -> None:
+    """Command-line entry."""
+    run(config)

@@ -1,0 +1,35 @@
+"""Train an autoregressive image model: `imagegen train --help`, or `python train.py --help`."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from imagegen.cli.entry import hydra_entry
+from imagegen.cli.resume import rewrite_resume
+from imagegen.core.memory import keep_freed_memory
+from imagegen.training.processes import require_one_folder
+from imagegen.training.run_folder import refuse_used_folder
+
+
+def rewrite(argv: list[str]) -> list[str]:
+    """The arguments typed, with what `resume=` stands for."""
+    return require_one_folder(rewrite_resume(argv))
+
+
+@hydra_entry("train", rewrite=rewrite, check=refuse_used_folder)
+def main(config: DictConfig) -> float | None:
+    """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
+    from imagegen.training.run import train
+
+    best: float | None = train(config)["best_bits_per_dim"]
+    return best
+
+
+def command() -> None:
+    """Command-line entry of a process that does nothing else."""
+    keep_freed_memory()
+    main()
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,1 @@
+"""What every other room may use: errors, image specs, building from configs, files, the machine."""

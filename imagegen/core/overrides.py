@@ -1,0 +1,33 @@
+"""Options as they are typed, `key=value`: written, read, and looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def quote(value: str) -> str:
+    """`value` as Hydra reads it back unchanged on the right of an override's `=`."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    # OmegaConf would take ${...} for an interpolation.
+    return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
+
+
+def touched(key: str, overrides: Sequence[str]) -> bool:
+    """Whether any of the overrides names the option, or a section or group that it belongs to."""
+    names = [str(parsed.key_or_group) for text in overrides if (parsed := parse_override(text))]
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def parse_override(text: str) -> Any:
+    """The override parsed, or None for flags and what Hydra will refuse."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if text.startswith("-"):
+        return None
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None

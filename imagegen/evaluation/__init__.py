@@ -1,0 +1,1 @@
+"""What a trained model is worth: bits/dim, compression, and the checks of `imagegen verify`."""

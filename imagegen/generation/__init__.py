@@ -1,0 +1,1 @@
+"""Drawing and completing images from the recurrent state, and the folders they are written to."""

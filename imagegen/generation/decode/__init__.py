@@ -1,0 +1,229 @@
+"""Fast generation: the recurrent step of a model, compiled for the machine at hand.
+
+Every model can be drawn from with PyTorch's own operations; where a compiled loop knows the model,
+it is taken instead, and draws from the same distribution up to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from imagegen.core.errors import UserError
+from imagegen.core.machine import Choice, limited_threads
+from imagegen.core.values import choice
+from imagegen.generation.options import PRECISIONS
+from imagegen.heads.controls import Controls
+
+if TYPE_CHECKING:
+    from imagegen.model.transformer import ImageTransformer, ModelState
+else:  # Annotations are checked in tests; the model imports nothing from here.
+    ImageTransformer = ModelState = Any
+
+
+class Decoder(ABC):
+    """Draws from one model.
+
+    Tensors are on the model's device; arrays are, as ever, on the CPU.
+
+    Attributes:
+        variant: what the compiled code depends on, in one word.
+        precision: of the weights: 32, int16 or int8.
+        loop_seconds: what the last call of `draw` spent in its loop, without copying states; None
+            where that is not told apart.
+    """
+
+    variant: str
+    precision: str
+    loop_seconds: float | None = None
+
+    @abstractmethod
+    def draw(
+        self,
+        state: ModelState,
+        parameters: Float[Tensor, "rows p"],
+        sequence: UInt8[np.ndarray, "b n s"],
+        noise: Float[np.ndarray, "rows m u"],
+        controls: Controls,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Draw the steps from that of `parameters` to the last one.
+
+        Args:
+            state: after the step of `parameters`, from `model.step` or `model.prefill`; it may have
+                more rows than the sequence, as may `parameters` and `noise`.
+            parameters: the distribution of the first step to draw.
+            sequence: levels of all steps; those from there on are written.
+            noise: uniform numbers of the steps from there on, float64.
+            controls: how to draw, neither greedy nor guided and with all of the distribution.
+            progress: called with the (fractional) number of rows done since the last call, from
+                several threads.
+        """
+
+    @abstractmethod
+    def parameters(
+        self,
+        sequence: UInt8[np.ndarray, "b n s"],
+        labels: Int64[np.ndarray, "b"] | None = None,
+    ) -> Float[np.ndarray, "b n p"]:
+        """The distributions of all steps of known sequences, in the decoder's own arithmetic.
+
+        Args:
+            sequence: levels.
+            labels: see `ModelState`; none by default.
+        """
+
+
+# Shorter sequences are drawn in moments anyway, and loading compiled code takes one too. The number
+# of images does not matter, so that an image does not depend on it.
+SHORTEST = 256
+
+
+BITS = {"auto": 16, "32": 32, "int16": 16, "int8": 8}
+"""Of the weights in the compiled loop, by precision."""
+
+
+def choose_decoder(
+    model: ImageTransformer, controls: Controls, precision: str = "auto"
+) -> Decoder | None:
+    """A compiled decoder of the model as it is now; None where PyTorch's operations have to do.
+
+    Which it is depends on the model, the machine and the arguments alone. The reason is told once.
+
+    Args:
+        model: is copied.
+        controls: how to draw.
+        precision: of the weights: `32` for float32; `int16` or `int8` for whole numbers, see
+            `imagegen.generation.decode.integer`; `auto` takes int16 where the processor has
+            instructions for it, which has changed bits/dim by less than 0.0001 where it was
+            measured, else float32.
+
+    Raises:
+        UserError: for another precision.
+    """
+    choice(precision, "precision", PRECISIONS)
+    if model.raster.length < SHORTEST:
+        return None
+    if controls.greedy or controls.top_p != 1 or controls.guidance != 1:
+        say("without compiled loops, which have no temperature=0, no top_p and no guidance")
+        return None
+    with limited_threads():
+        decoder = _decoder(model, precision)
+    if isinstance(decoder, Decoder):
+        return decoder
+    say(f"without compiled loops: {decoder}")
+    return None
+
+
+def parameters_as_drawn(
+    model: ImageTransformer,
+    sequence: UInt8[Tensor, "b n s"],
+    labels: Int64[Tensor, "b"] | None,
+    precision: str,
+) -> Float[Tensor, "b n p"]:
+    """`ImageTransformer.parameters_of`, step by step in the arithmetic of the compiled loop.
+
+    All tensors are on the model's device.
+
+    Raises:
+        UserError: for an unknown precision, or a model that has no compiled loop.
+    """
+    choice(precision, "precision", PRECISIONS)
+    decoder = _decoder(model, precision)
+    if not isinstance(decoder, Decoder):
+        raise UserError(
+            f"precision={precision} asks for compiled loops, and there are none: {decoder}; leave "
+            "precision out."
+        )
+    known = None if labels is None else labels.cpu().numpy()
+    found = torch.from_numpy(decoder.parameters(sequence.cpu().numpy(), known))
+    return found.to(model.device)
+
+
+def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
+    """A compiled decoder of the model, or why there is none."""
+    if model.device.type == "cuda":
+        return _on_gpu(model, precision)
+    try:
+        fused = _fused()
+    except Exception as error:  # Numba missing, too old, or at odds with another package
+        return str(error)
+    from imagegen.generation.decode.cache import first_use
+    from imagegen.generation.decode.integer import is_supported
+    from imagegen.generation.decode.prepare import why_not
+
+    reason = why_not(model)
+    if reason is not None:
+        return reason
+
+    bits = 32 if precision == "auto" and not is_supported() else BITS[precision]
+    decoder: Decoder = fused.FusedDecoder(model, bits)
+    if first_use(_folder(), decoder.variant):
+        say("for the first time: compiling the loop for this machine takes seconds, once")
+    first_step = np.zeros((1, 1, model.raster.values_per_step), dtype=np.uint8)
+    try:
+        with torch.no_grad():
+            decoder.parameters(first_step)  # compiles, or loads what was compiled
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return f"compiling them into {_folder()} failed ({type(error).__name__}: {reason})"
+    return decoder
+
+
+def machine_choice(device: torch.device) -> Choice:
+    """What draws from most models on this device, and why; for `imagegen.core.machine`."""
+    if device.type == "cuda":
+        return Choice("one CUDA graph per step", "float32 on a GPU")
+    if device.type != "cpu":
+        return Choice("PyTorch's operations", f"there is no compiled loop for {device.type}")
+    try:
+        _fused()
+    except Exception as error:  # as in `_decoder`
+        return Choice("PyTorch's operations", str(error))
+    from imagegen.generation.decode.compile import target
+    from imagegen.generation.decode.integer import is_supported
+
+    sets = ", ".join(target().instruction_sets) or "neither FMA nor AVX2"
+    precision = "int16" if is_supported() else "float32"
+    return Choice(f"compiled loop, {precision}", f"compiled for {sets}")
+
+
+def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:
+    from imagegen.generation.decode.graph import GraphDecoder, why_not
+
+    if precision not in ("auto", "32"):
+        say(f"in float32, for {precision} is for CPUs")
+    reason = why_not(model)
+    return GraphDecoder(model) if reason is None else reason
+
+
+@functools.cache
+def _fused() -> Any:
+    """The module of the compiled loops, its code read from where it is kept."""
+    from imagegen.generation.decode.cache import numba_cache
+
+    with numba_cache(_folder()):
+        from imagegen.generation.decode import fused
+    return fused
+
+
+@functools.cache
+def _folder() -> Path:
+    from imagegen.generation.decode.cache import cache_folder
+
+    return cache_folder()
+
+
+@functools.cache
+def say(text: str) -> None:
+    """Say once how images are drawn."""
+    print(f"drawing {text}", file=sys.stderr, flush=True)

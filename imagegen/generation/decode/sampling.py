@@ -1,0 +1,123 @@
+"""Draw the values of a step from the output distribution, as `OutputHead.sample` does.
+
+Axes: `r` row, `p` parameter, `u` uniform number, `s` value, `k` component.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import no_type_check
+
+import numpy as np
+
+from imagegen.generation.decode.compile import compiled
+from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG_SCALE
+
+
+@no_type_check
+@compiled()
+def _choose(logits, temperature, uniform, work):
+    """`invert_cumulative` of the first logits at a temperature, as many as `work` has room for."""
+    count, likeliest = work.shape[0], 0
+    for k in range(count):
+        if logits[k] > logits[likeliest]:
+            likeliest = k
+    if temperature == 0.0:
+        return likeliest
+    largest = logits[likeliest]
+    total = 0.0
+    for k in range(count):
+        total += math.exp((float(logits[k]) - largest) / temperature)
+        work[k] = total
+    threshold = uniform * total
+    for k in range(count):
+        if work[k] > threshold:
+            return k
+    return count - 1
+
+
+@no_type_check
+@compiled()
+def draw_categorical(parameters, uniforms, temperature, work, values, first, stop):
+    """A level for each row from softmax(parameters / temperature).
+
+    Args:
+        parameters: logits "r levels", or wider.
+        uniforms: "r 1".
+        temperature: above 0, or 0 for the most probable level.
+        work: "levels", float64.
+        values: "r 1", written.
+        first, stop: the rows to go through.
+    """
+    for r in range(first, stop):
+        values[r, 0] = _choose(parameters[r], temperature, uniforms[r, 0], work)
+
+
+@no_type_check
+@compiled()
+def lay_around(parameters, predicted, components, unit, first, stop):
+    """Count the means of a mixture from a prediction; see `MixtureOfLogistics`.
+
+    Args:
+        parameters: "r p", or wider, as the head lays them out, changed.
+        predicted: "r s".
+        components: of the mixture.
+        unit: of the means around a prediction.
+        first, stop: the rows to go through.
+    """
+    per_step = predicted.shape[1]
+    for r in range(first, stop):
+        row = parameters[r]
+        for k in range(components):
+            coefficient = components * (1 + 2 * per_step) + k
+            for s in range(per_step):
+                shift = float(predicted[r, s])
+                for earlier in range(s):
+                    shift -= math.tanh(float(row[coefficient])) * float(predicted[r, earlier])
+                    coefficient += components
+                mean = unit * float(row[components * (1 + s) + k])
+                row[components * (1 + s) + k] = np.float32(mean + shift)
+
+
+@no_type_check
+@compiled()
+def draw_mixture(
+    parameters,
+    uniforms,
+    mixture_temperature,
+    scale_temperature,
+    levels,
+    work,
+    values,
+    first,
+    stop,
+):
+    """The values of a step for each row from a mixture of logistics; see `MixtureOfLogistics`.
+
+    Args:
+        parameters: "r p", or wider, as the head lays them out.
+        uniforms: "r s + 1".
+        mixture_temperature, scale_temperature: of the choice and of the width.
+        levels: number of levels.
+        work: "k", float64.
+        values: "r s", written.
+        first, stop: the rows to go through.
+    """
+    components, per_step = work.shape[0], values.shape[1]
+    for r in range(first, stop):
+        row = parameters[r]
+        k = _choose(row, mixture_temperature, uniforms[r, 0], work)
+        coefficient = components * (1 + 2 * per_step) + k
+        for s in range(per_step):
+            mean = float(row[components * (1 + s) + k])
+            mean = min(max(mean, -MAX_MEAN), MAX_MEAN)
+            for earlier in range(s):
+                x = values[r, earlier] * (2.0 / (levels - 1)) - 1.0
+                mean += math.tanh(float(row[coefficient])) * x
+                coefficient += components
+            log_scale = float(row[components * (1 + per_step + s) + k])
+            scale = math.exp(min(max(log_scale, MIN_LOG_SCALE), MAX_LOG_SCALE))
+            u = uniforms[r, 1 + s]
+            x = mean + scale_temperature * scale * math.log(u / (1.0 - u))
+            level = np.rint((x + 1.0) / 2.0 * (levels - 1))
+            values[r, s] = int(min(max(level, 0.0), levels - 1.0))

@@ -1,0 +1,145 @@
+"""One pass over the state of a head, in vectors: decay, update and read, or read alone.
+
+Axes: `d` query/key feature, `m` value feature.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from imagegen.generation.decode.compile import compiled
+from imagegen.generation.decode.vectors import (
+    FLOAT,
+    LANES,
+    floats,
+    load,
+    moved,
+    multiply_add,
+    number,
+    prefetch,
+    scaled,
+    spread,
+    store,
+)
+
+
+def _pass(vectors: int, updates: bool) -> Any:
+    """A pass over `vectors` times 8 columns of a state; all by address, the stride in numbers."""
+
+    @no_type_check
+    @intrinsic
+    def state_pass(
+        typingctx: Any,
+        state: Any,
+        stride: Any,
+        decay: Any,
+        k: Any,
+        q: Any,
+        v: Any,
+        out: Any,
+        d: Any,
+    ) -> Any:
+        at, count = types.uintp, types.intp
+        signature = types.void(at, count, at, at, at, at, at, count)
+        return signature, lambda context, builder, sig, args: _emit(
+            context, builder, args, vectors, updates
+        )
+
+    return state_pass
+
+
+def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) -> Any:
+    state, stride, decay, k, q, v, out, d = args
+    columns = range(vectors)
+    fma = multiply_add(builder)
+    bytes_a_row = scaled(builder, stride, FLOAT)
+
+    def column(address: Any, j: int) -> Any:
+        return moved(builder, address, j * LANES * FLOAT)
+
+    def feature(address: Any, index: Any) -> Any:
+        return spread(
+            builder, load(builder, builder.add(address, scaled(builder, index, FLOAT)), number)
+        )
+
+    zero = ir.Constant(floats, [0.0] * LANES)
+    sums = [cgutils.alloca_once(builder, floats) for _ in columns]
+    for total in sums:
+        builder.store(zero, total)
+    values = [load(builder, column(v, j), floats) for j in columns] if updates else []
+    with cgutils.for_range(builder, d) as loop:
+        row = builder.add(state, builder.mul(loop.index, bytes_a_row))
+        query = feature(q, loop.index)
+        if updates:
+            kept, key = feature(decay, loop.index), feature(k, loop.index)
+            # Each head may lie in a page of its own, and processors do not look beyond a page.
+            following = builder.add(row, builder.mul(d, bytes_a_row))
+            for j in range(0, vectors, 2):
+                prefetch(builder, column(following, j))
+        for j in columns:
+            now = load(builder, column(row, j), floats)
+            if updates:
+                now = fma(key, values[j], builder.fmul(kept, now))
+                store(builder, now, column(row, j))
+            builder.store(fma(query, now, builder.load(sums[j])), sums[j])
+    for j in columns:
+        store(builder, builder.load(sums[j]), column(out, j))
+    return context.get_dummy_value()
+
+
+_update4, _update1 = _pass(4, True), _pass(1, True)
+_read4, _read1 = _pass(4, False), _pass(1, False)
+
+
+@no_type_check
+@compiled()
+def update_and_read(state, decay, k, v, q, out):
+    """S = diag(decay) S + k v^T, out = S^T q.
+
+    Args:
+        state: float32 "d m", its rows contiguous, changed; m is a multiple of 8.
+        decay, k, q: float32 "d".
+        v: float32 "m".
+        out: float32 "m", written.
+    """
+    d, m = state.shape
+    stride = state.strides[0] // FLOAT
+    at, decay_at, k_at, q_at = (
+        state.ctypes.data,
+        decay.ctypes.data,
+        k.ctypes.data,
+        q.ctypes.data,
+    )
+    v_at, out_at = v.ctypes.data, out.ctypes.data
+    j = 0
+    while j < m:
+        offset = j * FLOAT
+        if m - j >= 32:
+            _update4(at + offset, stride, decay_at, k_at, q_at, v_at + offset, out_at + offset, d)
+            j += 32
+        else:
+            _update1(at + offset, stride, decay_at, k_at, q_at, v_at + offset, out_at + offset, d)
+            j += 8
+
+
+@no_type_check
+@compiled()
+def read(state, q, out):
+    """out = S^T q; see `update_and_read`."""
+    d, m = state.shape
+    stride = state.strides[0] // FLOAT
+    at, q_at, out_at = state.ctypes.data, q.ctypes.data, out.ctypes.data
+    j = 0
+    while j < m:
+        offset = j * FLOAT
+        if m - j >= 32:
+            _read4(at + offset, stride, q_at, q_at, q_at, q_at, out_at + offset, d)
+            j += 32
+        else:
+            _read1(at + offset, stride, q_at, q_at, q_at, q_at, out_at + offset, d)
+            j += 8

@@ -1,0 +1,222 @@
+"""What the model is told of the values before the one it predicts, and of where that one lies.
+
+Axes: `b` batch, `n` position, `w` position in a window, `s` values a step, `e` model width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imagegen.attention.base import Position
+from imagegen.core.errors import UserError
+from imagegen.model.raster import Raster
+
+
+class InputEmbedding(nn.Module, ABC):
+    """Embeds steps from a window of the sequence, so that both forms of the model share one path.
+
+    Args:
+        d_model: width `e` of the result.
+        raster: the order of the values.
+
+    Attributes:
+        lookback: how many steps before the predicted one are looked at; the model's state keeps
+            that many, whatever the length of the sequence.
+        neighbour_lags: steps from each neighbouring pixel that is seen to the predicted step.
+        n_numbers: how many numbers `forward` gives beside the embedding of a step.
+    """
+
+    lookback: int
+    neighbour_lags: tuple[int, ...] = ()
+    n_numbers = 0
+
+    def __init__(self, d_model: int, raster: Raster) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.raster = raster
+
+    def lag(self, row: int, column: int) -> int:
+        """Steps from a neighbouring pixel to the predicted step, of the same channel."""
+        return (-row * self.raster.spec.width - column) * self.raster.steps_per_pixel
+
+    @abstractmethod
+    def forward(
+        self, window: UInt8[Tensor, "b w s"], start: Position
+    ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
+        """Embeddings for the prediction of steps start to start + n - 1, and the numbers seen.
+
+        The numbers are the neighbours' values from -1 to 1, 0 outside the image; then 1 for each
+        one inside.
+
+        Args:
+            window: the values of steps start - lookback to start + n - 2, so w = lookback + n - 1;
+                what lies before step 0 is ignored.
+            start: position of the first predicted step.
+        """
+
+
+class ValueAndSinusoid(InputEmbedding):
+    """The paper's input: a learned embedding of the value before, beside a fixed sinusoid.
+
+    Each takes half of the width (Katharopoulos et al., 2020, with the sinusoid of Vaswani et al.,
+    2017, section 3.5). The first step has a learned embedding of its own. The embeddings of several
+    values a step, one table each, are added.
+    """
+
+    lookback = 1
+
+    def __init__(self, d_model: int, raster: Raster) -> None:
+        super().__init__(d_model, raster)
+        if d_model % 4:
+            raise UserError(f"model.d_model={d_model} must be a multiple of 4 for the sinusoid.")
+        values = raster.values_per_step
+        self.start = values * raster.spec.levels
+        self.value = nn.Embedding(self.start + 1, d_model // 2)
+        table = torch.arange(values, dtype=torch.int32) * raster.spec.levels
+        self.register_buffer("table", table, persistent=False)
+        position = torch.arange(raster.length).unsqueeze(-1)
+        angle = position * torch.exp(
+            torch.arange(0, d_model // 2, 2) * (-math.log(10_000.0) / (d_model // 2))
+        )
+        sinusoid = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
+        self.register_buffer("sinusoid", sinusoid, persistent=False)
+
+    def forward(
+        self, window: UInt8[Tensor, "b w s"], start: Position
+    ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
+        step = start + torch.arange(window.shape[1], device=window.device)
+        index = window.int() + cast(Tensor, self.table)
+        index = torch.where((step == 0).unsqueeze(-1), self.start, index)
+        value = self.value(index).sum(dim=-2)
+        sinusoid = cast(Tensor, self.sinusoid)[step]
+        embedded = torch.cat([value, sinusoid.expand_as(value)], dim=-1)
+        return embedded, embedded[..., :0]
+
+
+DEFAULT_NEIGHBOURS = (
+    (0, -1),
+    (0, -2),
+    (0, -3),
+    (-1, 0),
+    (-1, -1),
+    (-1, 1),
+    (-1, -2),
+    (-1, 2),
+    (-2, 0),
+)
+
+
+class Neighbourhood(InputEmbedding):
+    """Two-dimensional context: the earlier pixels around the predicted one, and its place.
+
+    Each neighbour's level has a learned embedding, and enters as a number too, for an embedding
+    alone has to learn that 127 lies next to 128. A pixel sees all channels of its neighbours; a
+    sub-pixel sees its own channel in the neighbouring pixels, and the sub-pixels just before it.
+    Row, column and channel of the predicted step are embedded (Sparse Transformer, Child et al.,
+    2019, section 5.2). The state keeps the last rows: its size depends on the image's width, never
+    on the length.
+
+    Args:
+        neighbours: offsets (row, column) in pixels, each of them before the predicted pixel.
+
+    Raises:
+        UserError: for a neighbour that does not come before the predicted pixel.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        raster: Raster,
+        neighbours: Sequence[Sequence[int]] = DEFAULT_NEIGHBOURS,
+    ) -> None:
+        super().__init__(d_model, raster)
+        spec = raster.spec
+        for offset in neighbours:
+            if len(offset) != 2 or not (offset[0] < 0 or (offset[0] == 0 and offset[1] < 0)):
+                raise UserError(
+                    f"model.embedding.neighbours has {list(offset)}, but each must be [row, column]"
+                    " of a pixel before the predicted one: row < 0, or row 0 and column < 0."
+                )
+        # The steps just before are seen across the end of a row too, so that no value waits to be
+        # seen. A neighbour outside of every image would only ever be missing.
+        previous = list(range(1, max(2, raster.steps_per_pixel)))
+        pixels = [
+            (row, column)
+            for row, column in neighbours
+            if -row < spec.height
+            and abs(column) < spec.width
+            and self.lag(row, column) not in previous
+        ]
+        lags = [self.lag(row, column) for row, column in pixels] + previous
+        self.lookback = max(lags)
+        self.neighbour_lags = tuple(lags)
+        values = raster.values_per_step
+        self.register_buffer("lags", torch.tensor(lags), persistent=False)
+        self.register_buffer("valid", self._validity(pixels, previous), persistent=False)
+        table = torch.arange(len(lags) * values, dtype=torch.int32) * (spec.levels + 1)
+        self.register_buffer("table", table.view(len(lags), values), persistent=False)
+
+        self.value = nn.EmbeddingBag(table.numel() * (spec.levels + 1), d_model, mode="sum")
+        self.n_numbers = len(lags) * (values + 1)
+        self.number = nn.Linear(self.n_numbers, d_model)
+        self.row = nn.Embedding(spec.height, d_model)
+        self.column = nn.Embedding(spec.width, d_model)
+        self.channel = nn.Embedding(raster.steps_per_pixel, d_model)
+        for embedding in (self.value, self.row, self.column, self.channel):
+            nn.init.normal_(embedding.weight, std=d_model**-0.5)
+
+    def _validity(
+        self, pixels: Sequence[tuple[int, int]], previous: Sequence[int]
+    ) -> Bool[Tensor, "length k"]:
+        """Whether each neighbour of each step lies inside the image."""
+        spec = self.raster.spec
+        step = torch.arange(self.raster.length)
+        row = step // self.raster.row_length
+        column = step // self.raster.steps_per_pixel % spec.width
+        inside = [
+            (row + dy >= 0) & (column + dx >= 0) & (column + dx < spec.width) for dy, dx in pixels
+        ]
+        return torch.stack(inside + [step >= lag for lag in previous], dim=-1)
+
+    def forward(
+        self, window: UInt8[Tensor, "b w s"], start: Position
+    ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
+        level, valid, step = self._seen(window, start)
+        table = cast(Tensor, self.table)
+        index = torch.where(valid.unsqueeze(-1), level.int(), self.raster.spec.levels) + table
+        value = self._summed(index.flatten(2))
+        place = (
+            self.row(step // self.raster.row_length)
+            + self.column(step // self.raster.steps_per_pixel % self.raster.spec.width)
+            + self.channel(step % self.raster.steps_per_pixel)
+        )
+        numbers = self._numbers(level, valid)
+        return value + self.number(numbers) + place, numbers
+
+    def _summed(self, index: Int[Tensor, "b n k"]) -> Float[Tensor, "b n e"]:
+        """The sum of the embeddings of each step."""
+        if index.device.type == "mps":  # PyTorch 2.9 has no sums in one operation there.
+            return F.embedding(index, self.value.weight).sum(dim=-2)
+        return self.value(index.flatten(0, 1)).unflatten(0, index.shape[:2])
+
+    def _numbers(self, level: Tensor, valid: Tensor) -> Tensor:
+        dtype = self.number.weight.dtype
+        number = (level.to(dtype) * (2 / (self.raster.spec.levels - 1)) - 1) * valid.unsqueeze(-1)
+        flags = valid.to(dtype).expand(number.shape[:3])
+        return torch.cat([number.flatten(2), flags], dim=-1)
+
+    def _seen(self, window: Tensor, start: Position) -> tuple[Tensor, Tensor, Tensor]:
+        """Neighbours' levels "b n k s", whether each is inside the image "n k", the steps "n"."""
+        n = window.shape[1] - self.lookback + 1
+        step = start + torch.arange(n, device=window.device)
+        source = torch.arange(self.lookback, self.lookback + n, device=window.device)
+        level = window[:, source.unsqueeze(-1) - cast(Tensor, self.lags)]
+        return level, cast(Tensor, self.valid)[step], step

@@ -1,0 +1,366 @@
+"""The model: embeddings of what came before, causal attention blocks, a distribution a value.
+
+Axes: `b` batch, `h w c` height, width, channel, `n` position, `s` values a step, `e` model width,
+`p` parameters of the output distribution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int64, UInt8
+from torch import Tensor, nn
+
+from imagegen.attention.base import AttentionState, CausalAttention, Position
+from imagegen.core.build import build
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
+from imagegen.heads.base import OutputHead
+from imagegen.model.block import NORMS, Block, BlockOptions, known
+from imagegen.model.dropout import Dropout
+from imagegen.model.embeddings import InputEmbedding
+from imagegen.model.label_embedding import LabelEmbedding
+from imagegen.model.linear_prediction import LinearPrediction
+from imagegen.model.raster import Raster
+
+NO_LABEL = -1
+
+
+@dataclasses.dataclass
+class ModelState:
+    """What generation carries from one step to the next; it belongs to the caller.
+
+    Attributes:
+        position: number of steps whose distributions have been computed.
+        recent: levels of the last steps, as many as the embedding looks back.
+        layers: the attention states.
+        labels: of the images, -1 for none; of models that know labels.
+    """
+
+    position: Position
+    recent: UInt8[Tensor, "b lookback s"]
+    layers: list[AttentionState]
+    labels: Int64[Tensor, "b"] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state."""
+        tensors = [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
+        return tensors if self.labels is None else [*tensors, self.labels]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the state holds."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def clone(self) -> ModelState:
+        """A copy that shares no memory with this state."""
+        layers = [layer.clone() for layer in self.layers]
+        labels = None if self.labels is None else self.labels.clone()
+        return ModelState(self.position, self.recent.clone(), layers, labels)
+
+    def repeat(self, times: int) -> ModelState:
+        """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
+        layers = [layer.repeat(times) for layer in self.layers]
+        recent = self.recent.repeat_interleave(times, dim=0)
+        labels = None if self.labels is None else self.labels.repeat_interleave(times, dim=0)
+        return ModelState(self.position, recent, layers, labels)
+
+
+class ImageTransformer(nn.Module):
+    """An autoregressive transformer over the values of an image.
+
+    It is trained with all positions in parallel (`parameters_of`, `log_prob`) and generates from a
+    recurrent state (`prefill`, `step`); both forms share the weights and agree.
+
+    Args:
+        spec: size, channels and levels of the images.
+        attention, head, embedding: plain dictionaries, a `_target_` of this package and options.
+        n_layers: number of blocks.
+        block: what each of them takes.
+        tokens: what a step predicts, see `Raster`.
+        linear_prediction: whether distributions that can do so lie around a `LinearPrediction`.
+        n_classes: number of labels that the model is conditioned on; none by default.
+        label_grid: what a label adds to the input differs between so many by so many areas of the
+            image, see `LabelEmbedding`.
+        label_dropout: share of labels withheld in training, so that the model also learns to do
+            without (classifier-free guidance, Ho and Salimans, 2022).
+        flips: whether the model is told that an image is mirrored, for training on mirrored images
+            without drawing them.
+
+    Raises:
+        UserError: for sizes and names that make no model.
+    """
+
+    def __init__(
+        self,
+        spec: ImageSpec,
+        attention: Mapping[str, Any],
+        head: Mapping[str, Any],
+        embedding: Mapping[str, Any],
+        n_layers: int,
+        block: BlockOptions,
+        tokens: str = "subpixel",
+        linear_prediction: bool = False,
+        n_classes: int | None = None,
+        label_grid: int = 1,
+        label_dropout: float = 0.1,
+        flips: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, size in {"n_layers": n_layers, "label_grid": label_grid}.items():
+            if size < 1:
+                raise UserError(f"model.{name}={size} must be at least 1.")
+        if not 0 <= label_dropout <= 1:
+            raise UserError(f"model.label_dropout={label_dropout} must lie between 0 and 1.")
+        d_model = block.d_model
+        self.spec = spec
+        self.raster = Raster(spec, tokens)
+        self.n_classes = n_classes
+        self.label_dropout = label_dropout
+        self.embedding = build(embedding, InputEmbedding, d_model=d_model, raster=self.raster)
+        self.label = None
+        if n_classes is not None:
+            self.label = LabelEmbedding(n_classes, d_model, self.raster, label_grid)
+        self.flip = nn.Embedding(2, d_model) if flips else None
+        if self.flip is not None:
+            nn.init.normal_(self.flip.weight, std=d_model**-0.5)
+        sizes = {"d_model": d_model, "n_heads": block.n_heads, "head_dim": block.head_dim}
+        row_length = self.raster.row_length
+        self.blocks = nn.ModuleList(
+            Block(
+                build(attention, CausalAttention, row_length=row_length, layer=layer, **sizes),
+                block,
+                row_length,
+            )
+            for layer in range(n_layers)
+        )
+        self.norm = known("norm", block.norm, NORMS)(d_model)
+        self.dropout = Dropout(block.dropout)
+        self.head = build(
+            head,
+            OutputHead,
+            d_model=d_model,
+            levels=spec.levels,
+            values_per_step=self.raster.values_per_step,
+        )
+        self.prediction = None
+        if linear_prediction and self.head.takes_prediction:
+            if not self.embedding.n_numbers:
+                raise UserError(
+                    "model.linear_prediction=true needs an embedding that sees neighbours, but "
+                    f"model.embedding is {type(self.embedding).__name__}; leave it false."
+                )
+            self.prediction = LinearPrediction(self.embedding)
+            self.head.start_from_prediction()
+
+    @classmethod
+    def from_options(cls, spec: ImageSpec, **options: Any) -> ImageTransformer:
+        """A model of options as configurations and checkpoints hold them, those of blocks too.
+
+        Raises:
+            UserError: for sizes and names that make no model.
+        """
+        own = {name: options.pop(name) for name in _BLOCK if name in options}
+        return cls(spec, block=BlockOptions(**own), **options)
+
+    def parameters_of(
+        self,
+        sequence: UInt8[Tensor, "b n s"],
+        labels: Int64[Tensor, "b"] | None = None,
+        flipped: Bool[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b n p"]:
+        """Distributions of the first n steps, each given the values before it (teacher forcing)."""
+        if self.training and labels is not None:
+            withheld = torch.rand(labels.shape, device=labels.device) < self.label_dropout
+            labels = labels.masked_fill(withheld, NO_LABEL)
+        labels = self._known(len(sequence), labels)
+        return self._parallel(self._padded(sequence[:, :-1]), 0, None, labels, flipped)[0]
+
+    def log_prob(
+        self,
+        images: UInt8[Tensor, "b h w c"],
+        labels: Int64[Tensor, "b"] | None = None,
+        flipped: Bool[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b n s"]:
+        """Natural log-probability of every value of the images, in the order of the raster.
+
+        Args:
+            images: levels.
+            labels: 0 to n_classes - 1, or -1 for no label; none by default. Models without classes
+                ignore them.
+            flipped: which images are mirrored; none by default.
+        """
+        sequence = self.raster.to_sequence(images)
+        return self.head.log_prob(self.parameters_of(sequence, labels, flipped), sequence)
+
+    def bits_per_dim(
+        self,
+        images: UInt8[Tensor, "b h w c"],
+        labels: Int64[Tensor, "b"] | None = None,
+        flipped: Bool[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b"]:
+        """Negative log2-likelihood of each image, divided by its number of dimensions."""
+        nats = -self.log_prob(images, labels, flipped).flatten(1).mean(dim=1)
+        return nats / math.log(2)
+
+    def initial_state(
+        self, batch_size: int, labels: Int64[Tensor, "b"] | None = None
+    ) -> ModelState:
+        """The state before the first step, of images of these labels; see `log_prob`."""
+        recent = torch.zeros(
+            batch_size,
+            self.embedding.lookback,
+            self.raster.values_per_step,
+            dtype=torch.uint8,
+            device=self.device,
+        )
+        layers = [block.initial_state(batch_size) for block in self._blocks()]
+        return ModelState(0, recent, layers, self._known(batch_size, labels))
+
+    def prefill(
+        self,
+        prefix: UInt8[Tensor, "b n s"],
+        state: ModelState | None = None,
+        labels: Int64[Tensor, "b"] | None = None,
+    ) -> tuple[Float[Tensor, "b p"], ModelState]:
+        """Take in a known part of the sequence through the parallel form.
+
+        Args:
+            prefix: values of the first n steps, or of the n steps that follow those of `state`.
+            state: continue from here; the beginning, of images of these `labels`, by default.
+            labels: see `log_prob`; a `state` has its own.
+
+        Returns:
+            The distribution of the step after the prefix, and the state to go on from.
+        """
+        state = state or self.initial_state(prefix.shape[0], labels)
+        window = torch.cat([state.recent, prefix], dim=1)
+        # The first step of all has no value before it, so its prediction is still to be made.
+        skipped = 0 if state.position == 0 else 1
+        parameters, layers = self._parallel(
+            window[:, skipped:], state.position, state.layers, state.labels
+        )
+        position = state.position + parameters.shape[1]
+        recent = window[:, window.shape[1] - self.embedding.lookback :].clone()
+        return parameters[:, -1], ModelState(position, recent, layers, state.labels)
+
+    def step(
+        self, values: UInt8[Tensor, "b s"] | None, state: ModelState
+    ) -> tuple[Float[Tensor, "b p"], ModelState]:
+        """The distribution of the next step.
+
+        Args:
+            values: levels of the step before, whose distribution was computed last; None for the
+                first step.
+            state: carried from the step before; its memory may be reused.
+        """
+        recent = state.recent
+        if values is not None:
+            recent = torch.cat([recent[:, 1:], values.unsqueeze(1)], dim=1)
+        inputs, predicted = self._inputs(recent, state.position, state.labels)
+        x = inputs.squeeze(1)
+        layers = []
+        for block, layer in zip(self._blocks(), state.layers, strict=True):
+            x, layer = block.step(x, layer)
+            layers.append(layer)
+        parameters = self.head(self.norm(x), None if predicted is None else predicted.squeeze(1))
+        return parameters, ModelState(state.position + 1, recent, layers, state.labels)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return cast(Tensor, self.norm.weight).device
+
+    @property
+    def constant_state(self) -> bool:
+        """Whether the state has the same size at every position, as the attention decides."""
+        return all(block.attention.constant_state for block in self._blocks())
+
+    def _blocks(self) -> Iterator[Block]:
+        return cast(Iterator[Block], iter(self.blocks))
+
+    def _padded(self, sequence: Tensor) -> Tensor:
+        batch, _, values = sequence.shape
+        return torch.cat(
+            [sequence.new_zeros(batch, self.embedding.lookback, values), sequence], dim=1
+        )
+
+    def _known(self, batch_size: int, labels: Tensor | None) -> Tensor | None:
+        """Labels of the images, of models that know some."""
+        if self.n_classes is None:
+            return None
+        if labels is None:
+            labels = torch.full((batch_size,), NO_LABEL, device=self.device)
+        return labels
+
+    def condition(
+        self,
+        labels: Int64[Tensor, "b"] | None,
+        flipped: Bool[Tensor, "b"] | None,
+        start: Position,
+        count: int,
+    ) -> Float[Tensor, "#b n e"] | None:
+        """What the label and being mirrored add to the input of steps start to start + count - 1.
+
+        `n` is 1 where it is the same for all steps. None for models that know of neither.
+
+        Args:
+            labels: see `log_prob`; models that know labels need them.
+            flipped: see `log_prob`.
+        """
+        condition = None
+        if self.label is not None and labels is not None:
+            condition = self.label(labels, start, count)
+        if self.flip is not None:
+            if flipped is None:
+                flipped = torch.zeros(1, dtype=torch.bool, device=self.device)
+            mirrored = self.flip(flipped.int()).unsqueeze(1)
+            condition = mirrored if condition is None else condition + mirrored
+        return condition
+
+    def _inputs(
+        self,
+        window: Tensor,
+        start: Position,
+        labels: Tensor | None,
+        flipped: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The input of the blocks, "b n e", and the linear prediction of the values, "b n s"."""
+        x, numbers = self.embedding(window, start)
+        predicted = None if self.prediction is None else self.prediction(numbers)
+        condition = self.condition(labels, flipped, start, x.shape[1])
+        return self.dropout(x if condition is None else x + condition), predicted
+
+    def _parallel(
+        self,
+        window: Tensor,
+        start: int,
+        states: list[AttentionState] | None,
+        labels: Tensor | None,
+        flipped: Tensor | None = None,
+    ) -> tuple[Tensor, list[AttentionState]]:
+        x, predicted = self._inputs(window, start, labels, flipped)
+        layers = []
+        for index, block in enumerate(self._blocks()):
+            x, layer = block(x, states[index] if states else None)
+            layers.append(layer)
+        return self.head(self.norm(x), predicted), layers
+
+
+_BLOCK = tuple(field.name for field in dataclasses.fields(BlockOptions))
+
+
+def known_options() -> dict[str, inspect.Parameter]:
+    """The arguments of `ImageTransformer.from_options` but for the spec, by name."""
+    own, block = (inspect.signature(each).parameters for each in (ImageTransformer, BlockOptions))
+    return {name: p for name, p in {**own, **block}.items() if name not in ("spec", "block")}
+
+
+def default_options() -> dict[str, Any]:
+    """The options of a model that need not be given, and what they are then."""
+    return {name: p.default for name, p in known_options().items() if p.default is not p.empty}

@@ -1,0 +1,1 @@
+"""What is recorded of runs: loggers, metrics.csv, wandb, and the table of runs."""

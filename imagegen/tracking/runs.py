@@ -1,0 +1,185 @@
+"""What has been trained, at a glance: `imagegen runs outputs/…`.
+
+A line for each run below the folders: what was asked of it, its best bits/dim, and its state. A
+run that holds its folder's lock is running; one that does not, and never said how it ended, has
+crashed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imagegen.core.errors import UserError
+from imagegen.core.files import lock_folder
+
+STATES = ("running", "finished", "interrupted", "failed", "crashed")
+ORDERS = ("best", "folder", "state")
+WIDTH = 160
+"""Columns of a table that no terminal shows."""
+_SKIPPED = {"checkpoints", "samples", "wandb", ".hydra", "tensorboard"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read.
+
+    Attributes:
+        folder: where it is.
+        state: one of `STATES`.
+        overrides: what the user typed.
+        best: lowest validation bits/dim; None before the first validation.
+        steps: optimizer steps, as far as they were written down.
+        seconds: time trained; None for a run that has not ended.
+        parameters: of the model.
+    """
+
+    folder: Path
+    state: str
+    overrides: tuple[str, ...]
+    best: float | None
+    steps: int
+    seconds: float | None
+    parameters: int | None
+
+
+def find_runs(folders: Iterable[Path]) -> Iterator[Run]:
+    """The runs in and below the folders.
+
+    Raises:
+        UserError: for a folder that does not exist.
+    """
+    for root in folders:
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder; name one that holds runs, such as outputs.")
+        for folder, below, names in os.walk(root):
+            below[:] = sorted(name for name in below if name not in _SKIPPED)
+            if "config.yaml" in names and {"summary.json", "metrics.csv"} & set(names):
+                yield read_run(Path(folder))
+
+
+def read_run(folder: Path) -> Run:
+    """What the files of a run folder say."""
+    summary = _json(folder / "summary.json")
+    steps, best = _metrics(folder / "metrics.csv")
+    state = str(summary.get("state", "running"))
+    if is_locked(folder):
+        state = "running"
+    elif state == "running":
+        state = "crashed"
+    known = summary.get("best_bits_per_dim")
+    return Run(
+        folder=folder,
+        state=state,
+        overrides=_overrides(folder / ".hydra" / "overrides.yaml"),
+        best=known if isinstance(known, float) else best,
+        steps=max(steps, int(summary.get("steps") or 0)),
+        seconds=summary.get("seconds"),
+        parameters=summary.get("parameters"),
+    )
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a run holds the folder; False where the system has no locks."""
+    try:
+        # Shared, so that several readers do not take each other for a run.
+        descriptor = lock_folder(folder, shared=True)
+    except BlockingIOError:
+        return True
+    if descriptor is not None:
+        os.close(descriptor)
+    return False
+
+
+def sort_runs(runs: Iterable[Run], order: str) -> list[Run]:
+    """The runs by `best` bits/dim, by `folder` or by `state`."""
+    keys: dict[str, Any] = {
+        "best": lambda run: (math.inf if run.best is None else run.best, str(run.folder)),
+        "folder": lambda run: str(run.folder),
+        "state": lambda run: (STATES.index(run.state) if run.state in STATES else 9, run.best or 0),
+    }
+    return sorted(runs, key=keys[order])
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _metrics(path: Path) -> tuple[int, float | None]:
+    """The last step and the lowest validation bits/dim of a metrics.csv."""
+    steps, best = 0, None
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                steps = int(row.get("step") or 0) + 1
+                value = float(row.get("val/bits_per_dim") or "nan")
+                if not math.isnan(value):
+                    best = value if best is None else min(best, value)
+    except (OSError, ValueError):
+        pass
+    return steps, best
+
+
+def _overrides(path: Path) -> tuple[str, ...]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return ()
+    if not isinstance(found, list):
+        return ()
+    hidden = ("hydra.", "resume=")
+    return tuple(str(text) for text in found if not str(text).startswith(hidden))
+
+
+def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
+    """One line a run; what all of them have in common stands above."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from imagegen.core.durations import format_seconds
+
+    common: set[str] = set()
+    if len(runs) > 1:
+        common = set.intersection(*(set(run.overrides) for run in runs))
+        if common:
+            print("all:", " ".join(text for text in runs[0].overrides if text in common))
+    table = Table()
+    table.add_column("run", overflow="fold")
+    table.add_column("options", overflow="fold")
+    for name in ("best bits/dim", "steps", "time", "parameters"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for run in runs:
+        table.add_row(
+            # Not as strings, in which rich reads [brackets] as markup.
+            Text(_shown(run.folder, roots)),
+            Text(" ".join(text for text in run.overrides if text not in common)),
+            "" if run.best is None else f"{run.best:.4f}",
+            f"{run.steps:,}",
+            "" if run.seconds is None else format_seconds(run.seconds),
+            "" if run.parameters is None else f"{run.parameters:,}",
+            run.state,
+        )
+    # A pipe has no width, and the one that rich takes for it is too small for options.
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    Console(width=None if known else WIDTH).print(table)
+
+
+def _shown(folder: Path, roots: Sequence[Path]) -> str:
+    if len(roots) == 1 and folder != roots[0]:
+        return str(folder.relative_to(roots[0]))
+    return str(folder)

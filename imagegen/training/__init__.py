@@ -1,0 +1,1 @@
+"""Training runs: the module, callbacks, optimizers, how a run begins, continues and stops."""

@@ -1,0 +1,354 @@
+"""What is watched while a model trains: pictures, rates, and a line for each validation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from imagegen.core.durations import format_seconds
+from imagegen.core.processes import is_first_process
+from imagegen.core.values import MAX_SEED, share, whole_number
+from imagegen.generation.images import (
+    make_completion_grid,
+    make_grid,
+    save_png,
+    to_display,
+)
+from imagegen.generation.sampling_loop import complete, generate
+from imagegen.tracking.loggers import log_images
+from imagegen.training.module import ImageModule
+from imagegen.training.normalizer_watch import METRIC, NormalizerWatch, row_due
+from imagegen.training.processes import Diverged, Interrupted
+
+
+class Grids(Callback):
+    """Draws samples and completions of validation images after each validation.
+
+    They go to `samples/` in the run folder and to the logger, pixel for pixel.
+
+    Args:
+        folder: where the pictures go.
+        n_samples: images in the grid of samples; 0 for no such grid.
+        n_completed: validation images that are completed; 0 for no such grid.
+        completions: continuations of each.
+        visible: share of the rows that a completion keeps.
+        every: draw after every this many validations.
+        seed: of the drawing, so that grids of one run show the same random numbers.
+
+    Raises:
+        UserError: for numbers out of their range.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        n_samples: int = 16,
+        n_completed: int = 4,
+        completions: int = 3,
+        visible: float = 0.5,
+        every: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.folder = Path(folder)
+        self.n_samples = whole_number(n_samples, "callbacks.grids.n_samples", 0)
+        self.n_completed = whole_number(n_completed, "callbacks.grids.n_completed", 0)
+        self.completions = whole_number(completions, "callbacks.grids.completions", 1)
+        self.visible = share(visible, "callbacks.grids.visible")
+        self.every = max(1, whole_number(every, "callbacks.grids.every", 0))
+        self.seed = whole_number(seed, "callbacks.grids.seed", 0, MAX_SEED)
+        self._validations = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of validations, so that a resumed run keeps the rhythm."""
+        return {"validations": self._validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._validations = state_dict["validations"]
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw, in the first process only, while a `WeightAverage` still shows the average."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        self._validations += 1
+        if self._validations % self.every == 0 and trainer.is_global_zero:
+            assert isinstance(pl_module, ImageModule)
+            if self.n_samples:
+                self._emit(trainer, "samples", self._samples(pl_module))
+            if self.n_completed:
+                self._emit(trainer, "completions", self._completions(trainer, pl_module))
+
+    def _samples(self, module: ImageModule) -> np.ndarray:
+        model = module.model
+        # Classes in turn, each in a column of its own where there are few.
+        labels = None if model.n_classes is None else range(model.n_classes)
+        drawn = list(generate(model, self.n_samples, seed=self.seed, labels=labels))
+        columns = None if labels is None or len(labels) > self.n_samples else len(labels)
+        return make_grid(to_display(np.concatenate(drawn), model.spec.levels), columns)
+
+    def _completions(self, trainer: Trainer, module: ImageModule) -> np.ndarray:
+        spec = module.model.spec
+        split = trainer.datamodule.split("val")  # type: ignore[attr-defined]
+        images = np.ascontiguousarray(split.images[: self.n_completed])
+        rows = [round(self.visible * spec.height)] * len(images)
+        labels = None
+        if module.model.n_classes is not None and split.labels is not None:
+            labels = split.labels[: self.n_completed].tolist()
+        drawn = complete(
+            module.model, images, rows, self.completions, seed=self.seed, labels=labels
+        )
+        originals, drawn = to_display(images, spec.levels), to_display(drawn, spec.levels)
+        return make_completion_grid(originals, drawn, rows)
+
+    def _emit(self, trainer: Trainer, kind: str, grid: np.ndarray) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_png(self.folder / f"step-{trainer.global_step:07d}-{kind}.png", grid)
+        log_images(trainer.loggers, f"val/{kind}", grid, trainer.global_step)
+
+
+class Rates(Callback):
+    """Logs `train/images_per_second`, over all processes, and `train/gradient_norm`.
+
+    The time that validation takes does not count; the norm is that before clipping.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._images = 0
+        self.images_per_second = float("nan")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._restart()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count, and log where a row of the log is due."""
+        self._images += len(batch["images"]) * trainer.world_size
+        if row_due(trainer, trainer.global_step):
+            self._measure()
+            pl_module.log("train/images_per_second", self.images_per_second)
+            self._restart()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure what has been trained until here."""
+        if self._images:
+            self._measure()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the validation out."""
+        self._restart()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Log the norm of all gradients together."""
+        if row_due(trainer, trainer.global_step + 1):
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            pl_module.log("train/gradient_norm", torch.nn.utils.get_total_norm(gradients))
+
+    def _restart(self) -> None:
+        self._since, self._images = time.perf_counter(), 0
+
+    def _measure(self) -> None:
+        self.images_per_second = self._images / max(1e-9, time.perf_counter() - self._since)
+
+
+class Report(Callback):
+    """Prints a line after each validation."""
+
+    @rank_zero_only
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bits/dim, images/s and the time so far."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        metrics = trainer.callback_metrics
+        parts = [f"step {trainer.global_step:>6,}", f"epoch {trainer.current_epoch + 1:>3}"]
+        for name in ("train", "val"):
+            value = metrics.get(f"{name}/bits_per_dim")
+            if value is not None:
+                parts.append(f"{name} {value.item():.4f}")
+        parts[-1] += " bits/dim"
+        found = {type(callback): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        if Rates in found:
+            parts.append(f"{found[Rates].images_per_second:,.0f} images/s")
+        if Timer in found:
+            parts.append(format_seconds(found[Timer].time_elapsed()))
+        pl_module.print("  ".join(parts))
+
+
+GRADIENTS = "waiting_gradients"
+"""Where a checkpoint keeps the gradients of a step whose batches were not all seen."""
+
+
+class ExactSteps(Callback):
+    """Makes a resumed run take the very steps that it would have taken.
+
+    The random numbers of a step (dropout) depend on the seed, the step and the process only, so
+    that they need no state; and metrics are logged under the number of optimizer steps done.
+
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the data order go on where the checkpoint left it."""
+        # Lightning 2.6 restores its loaders when it makes them, which is before it reads the
+        # checkpoint if the schedule has asked for the number of steps; and in the middle of an
+        # epoch only, though after its end the pass through the data may have another number.
+        loop = trainer.fit_loop
+        if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+            loop._combined_loader_states_to_load = []
+        for name, parameter in pl_module.named_parameters():
+            if name in self._gradients:
+                parameter.grad = self._gradients[name].to(parameter.device)
+        self._gradients = {}
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the gradients that wait for further batches where a validation came between.
+
+        Not those of several processes, each of which has its own.
+        """
+        if trainer.world_size == 1 and trainer.fit_loop.epoch_loop._should_accumulate():
+            checkpoint[GRADIENTS] = {
+                name: parameter.grad.detach().cpu()
+                for name, parameter in pl_module.named_parameters()
+                if parameter.grad is not None
+            }
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take them up again."""
+        self._gradients = checkpoint.get(GRADIENTS, {})
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Seed torch for this step, and count it rightly."""
+        # Lightning 2.6 keeps a second count for its loggers, and guesses on resuming whether the
+        # checkpoint was written before or after it was raised.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        place = [self.seed, trainer.global_step, batch_idx, trainer.global_rank]
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
+
+
+class Interruptible(Callback):
+    """Lets Ctrl-C and SIGTERM take effect between two steps, so that none is lost or done twice.
+
+    A second one of the same kind stops at once. In a job of SLURM so do SIGUSR1 and SIGUSR2, its
+    warnings (the first by convention, the second in jobs of submitit) that the machine is soon
+    taken away; `preempted` then tells that the job is to be run again. Several processes stop at
+    the same step, whichever of them is asked to, and save together; what stops only one of them
+    saves nothing, for it would wait for the others.
+    """
+
+    def __init__(self) -> None:
+        self.preempted = False
+        self._asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signal over, where that is possible."""
+        if threading.current_thread() is threading.main_thread():
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if "SLURM_JOB_ID" in os.environ:
+                # Lightning would save at once, in the middle of a step, and elsewhere; submitit
+                # would raise an error wherever the run is.
+                numbers += [signal.SIGUSR1, signal.SIGUSR2]
+            for number in numbers:
+                self._before[number] = signal.signal(number, self._ask)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop here if this process, or another one, has been asked to.
+
+        Not while gradients of earlier batches wait for their step.
+        """
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+            raise Interrupted
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Save only what all processes can save together."""
+        if trainer.world_size > 1 and not isinstance(exception, Interrupted | Diverged):
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.save_on_exception = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signal back."""
+        self._give_back()
+
+    def _ask(self, number: int, frame: object) -> None:
+        # SIGTERM may follow the warning, or come before it.
+        self.preempted |= number not in (signal.SIGINT, signal.SIGTERM)
+        if not self._asked and is_first_process():
+            again = "" if self.preempted else "; Ctrl-C again stops at once"
+            print(f"\nstopping after this step{again}", file=sys.stderr)
+        self._asked = True
+        # The other kind may follow without anyone's asking twice: torchrun sends both.
+        signal.signal(number, self._before.pop(signal.Signals(number)))
+
+    def _give_back(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+
+class StopWhole(Callback):
+    """Ends a run at `max_steps` the way its other limits end it: with a validation."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ask for the end once the steps are spent."""
+        if 0 < trainer.max_steps <= trainer.global_step:
+            trainer.should_stop = True
+
+
+def early_stopping(patience: int | None, **options: Any) -> Callback:
+    """Lightning's `EarlyStopping`, or a callback that does nothing where there is no patience.
+
+    Args:
+        patience: validations without an improvement after which the run ends; None never ends it.
+        options: the further arguments of `EarlyStopping`.
+
+    Raises:
+        UserError: for a patience below 1.
+    """
+    if patience is None:
+        return Callback()
+    least = whole_number(patience, "callbacks.early_stopping.patience", 1)
+    return EarlyStopping(patience=least, **options)
+
+
+METRICS: dict[type[Callback], tuple[str, ...]] = {
+    Rates: ("train/images_per_second", "train/gradient_norm"),
+    NormalizerWatch: (METRIC,),
+}
+"""What callbacks log besides the loss and the validation."""

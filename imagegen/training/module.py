@@ -1,0 +1,192 @@
+"""The LightningModule: loss, metrics, optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from imagegen.core.errors import UserError
+from imagegen.data.loading import Batch
+from imagegen.model.transformer import ImageTransformer
+from imagegen.training.optimizers import OptimizerFactory, build_optimizer
+from imagegen.training.schedules import TrainingProgress
+
+PROGRESS = "schedule"
+"""Where a checkpoint keeps `TrainingProgress.state_dict`."""
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Says how the learning rate moves; see `imagegen.training.schedules`."""
+
+    def factor(self, progress: float) -> float:
+        """The factor on the learning rate when `progress` of the training, 0 to 1, is done."""
+        ...
+
+
+class ImageModule(LightningModule):
+    """Trains an `ImageTransformer` by maximum likelihood.
+
+    The loss is bits/dim: the negative log2-likelihood, averaged over dimensions and images.
+
+    Args:
+        model: the network.
+        optimizer: makes an optimizer of the network's parameters.
+        schedule: of the learning rate; constant by default.
+    """
+
+    def __init__(
+        self,
+        model: ImageTransformer,
+        optimizer: OptimizerFactory,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer_factory = optimizer
+        self.schedule = schedule
+        self._optimizer_options: list[dict[str, Any]] = []
+        self._progress: TrainingProgress | None = None
+        self._restored: dict[str, float] | None = None
+        # By default, what is no number would be left out.
+        self.val_bits_per_dim = MeanMetric(nan_strategy="disable")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean bits/dim of a batch, a random half of it mirrored if the model knows of that."""
+        images, flipped = batch["images"], None
+        if self.model.flip is not None:
+            flipped = torch.rand(len(images), device=images.device) < 0.5
+            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(2), images)
+        loss = self.model.bits_per_dim(images, batch.get("labels"), flipped).mean()
+        # Each process has a share of the batch; one alone would report its own.
+        several = self.trainer.world_size > 1
+        self.log(
+            "train/bits_per_dim",
+            loss,
+            prog_bar=self._shows_progress,
+            batch_size=len(images),
+            sync_dist=several,
+        )
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds the bits/dim of each image, so that every image weighs the same."""
+        images = batch["images"]
+        self.val_bits_per_dim.update(self.model.bits_per_dim(images, batch.get("labels")))
+        self.log(
+            "val/bits_per_dim",
+            self.val_bits_per_dim,
+            prog_bar=self._shows_progress,
+            batch_size=len(images),
+        )
+
+    @property
+    def _shows_progress(self) -> bool:
+        """Whether there is a progress bar: Lightning reads back what it would show there."""
+        return self.trainer.progress_bar_callback is not None
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        """One step, whose gradients are unscaled before anything looks at them or clips them.
+
+        Lightning leaves that to an optimizer which does it in its own step, as fused ones do; told
+        by the gradient scaler that it is done, the optimizer does not do it again.
+        """
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            if scaler is not None and _unscales(optimizer.optimizer):
+                scaler.unscale_(optimizer.optimizer)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Any = None,
+    ) -> None:
+        """Clip in mixed precision too where the optimizer is a fused one.
+
+        Lightning refuses that (its issue 21435), because it would clip scaled gradients.
+        """
+        plugin = self.trainer.precision_plugin
+        if gradient_clip_val and _unscales(optimizer) and isinstance(plugin, MixedPrecision):
+            algorithm = gradient_clip_algorithm or GradClipAlgorithmType.NORM
+            Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer, and the schedule stepped with it.
+
+        Raises:
+            UserError: for a schedule that needs an end where the training has none.
+        """
+        optimizer = build_optimizer(self.optimizer_factory, self.model)
+        self._optimizer_options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        if self.schedule is None:
+            return optimizer
+        schedule = self.schedule
+        self._progress = progress = TrainingProgress(self.trainer)
+        if progress.endless and len({schedule.factor(share) for share in (0.0, 0.5, 1.0)}) > 1:
+            raise UserError(
+                f"the schedule {type(schedule).__name__} follows the training to its end, but this "
+                "training has none; limit it with trainer.max_epochs, trainer.max_steps or "
+                "trainer.max_time, or choose scheduler=constant."
+            )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: schedule.factor(progress(step))
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add how many steps an epoch has."""
+        if self._progress is not None:
+            checkpoint[PROGRESS] = self._progress.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the weights that were trained where those of a moving average stand beside them."""
+        self._restored = checkpoint.get(PROGRESS)
+        averaged = [c for c in self.trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+        if not averaged and "current_model_state" in checkpoint:
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
+
+    def on_train_start(self) -> None:
+        """Give a resumed optimizer, which keeps its moments, the options of this run."""
+        if self.trainer.ckpt_path is None:
+            return
+        groups = self.trainer.optimizers[0].param_groups
+        for group, options in zip(groups, self._optimizer_options, strict=True):
+            group.update(options, initial_lr=options["lr"])
+        if self._progress is None:
+            return
+        scheduler: Any = self.trainer.lr_scheduler_configs[0].scheduler
+        if self._restored is not None:
+            self._progress.load_state_dict(self._restored, scheduler.last_epoch)
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _unscales(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides gradients by the scale of a loss itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

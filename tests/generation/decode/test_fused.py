@@ -1,0 +1,302 @@
+"""Compiled generation draws what PyTorch's operations draw, whatever is drawn beside an image."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagegen.core import machine
+from imagegen.core.spec import ImageSpec
+from imagegen.generation import decode
+from imagegen.generation.decode import choose_decoder, fused
+from imagegen.generation.decode.embedding import condition_tables, embed, tables_of
+from imagegen.generation.decode.fused import FusedDecoder
+from imagegen.generation.decode.prepare import why_not
+from imagegen.generation.sampling_loop import complete, generate
+from imagegen.heads.controls import Controls
+from imagegen.model.transformer import ImageTransformer
+from tests.helpers import tiny_model
+
+NEIGHBOURHOOD = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
+CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
+
+
+def _attention(name: str, **options: Any) -> dict[str, Any]:
+    return {"_target_": f"imagegen.attention.{name}", **options}
+
+
+RELU = _attention("linear.LinearAttention", feature_map="relu")
+MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
+    "paper": (ImageSpec(9, 7), {"norm_first": False, "activation": "relu", "n_layers": 2}),
+    "default": (
+        ImageSpec(9, 7, 1, 17),
+        {"embedding": NEIGHBOURHOOD, "n_layers": 2, "linear_prediction": True},
+    ),
+    "sub-pixels": (ImageSpec(5, 4, 3), {"embedding": NEIGHBOURHOOD}),
+    "pixels": (
+        ImageSpec(6, 5, 3),
+        {
+            "embedding": NEIGHBOURHOOD,
+            "tokens": "pixel",
+            "linear_prediction": True,
+            "n_classes": 3,
+            "label_grid": 4,
+            "flips": True,
+            "norm": "rms",
+            "gated": True,
+            "activation": "silu",
+            "residual_scale": 0.5,
+        },
+    ),
+    "categorical": (ImageSpec(6, 5, 1, 17), {"head": CATEGORICAL, "attention": RELU}),
+    "retention": (ImageSpec(6, 5, 1, 17), {"attention": _attention("retention.Retention")}),
+    "gla": (
+        ImageSpec(6, 5, 1, 17),
+        {"attention": _attention("gla.GatedLinearAttention", gate_temperature=2.0)},
+    ),
+    "delta": (ImageSpec(6, 5, 1, 17), {"attention": _attention("delta.DeltaNet"), "n_layers": 2}),
+    "gated_delta": (
+        ImageSpec(6, 5, 1, 17),
+        {"attention": _attention("gated_delta.GatedDeltaNet"), "head_dim": 6},
+    ),
+    "gated_delta by channel": (
+        ImageSpec(6, 5, 1, 17),
+        {"attention": _attention("gated_delta.GatedDeltaNet", gate="channel", conv_size=0)},
+    ),
+    "softmax": (ImageSpec(6, 5, 1, 17), {"attention": _attention("softmax.SoftmaxAttention")}),
+    "plain sub-pixels": (ImageSpec(5, 4, 3), {"tokens": "pixel", "head_dim": 5}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ImageTransformer:
+    spec, options = MODELS[request.param]
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    return tiny_model(spec, **options)
+
+
+def _all(*args: object, **kwargs: object) -> np.ndarray:
+    return np.concatenate(list(generate(*args, **kwargs)))  # type: ignore[arg-type]
+
+
+def _labels(model: ImageTransformer) -> list[int] | None:
+    return None if model.n_classes is None else [0, 2, -1]
+
+
+CONTROLS = [
+    Controls(),
+    Controls(temperature=0.6),
+    Controls(mixture_temperature=0.0, scale_temperature=0.5),
+]
+
+
+@pytest.mark.parametrize("controls", CONTROLS, ids=["plain", "cool", "parts"])
+def test_the_same_images(
+    model: ImageTransformer, controls: Controls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "Categorical" in type(model.head).__name__ and controls.mixture_temperature is not None:
+        pytest.skip("categorical heads have one temperature")
+    options: dict[str, Any] = {"seed": 3, "controls": controls, "labels": _labels(model)}
+    options["precision"] = "32"
+    assert choose_decoder(model, controls) is not None
+    compiled = _all(model, 30, **options)
+    visible = [2, 3, 0] * 4
+    completed = complete(model, compiled[:12], visible, 2, **options)
+    monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
+    plain = _all(model, 30, **options)
+    # A number may be rounded to the neighbouring level, and the rest of an image then differs.
+    alike = (compiled == plain).reshape(30, -1).all(axis=1)
+    assert alike.mean() >= 0.9
+    alike = (completed == complete(model, compiled[:12], visible, 2, **options)).reshape(24, -1)
+    assert alike.all(axis=1).mean() >= 0.9
+
+
+def test_an_image_does_not_depend_on_its_company(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    monkeypatch.setattr(fused, "MICRO_BATCH", 12)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
+    expected = _all(model, 40, seed=3, labels=_labels(model))
+    for n, batch_size, threads in ((1, 1, 1), (3, 2, 2), (40, 7, 1), (40, 64, 3)):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            drawn = _all(model, n, seed=3, batch_size=batch_size, labels=_labels(model))
+        finally:
+            torch.set_num_threads(before)
+        assert np.array_equal(drawn, expected[:n])
+    nothing = complete(
+        model, np.zeros_like(expected[:3]), [0, 0, 0], 1, seed=3, labels=_labels(model)
+    )
+    assert np.array_equal(nothing[:, 0], expected[:3])
+    again = complete(model, expected[:3], [2, 2, 2], 1, seed=3, labels=_labels(model))
+    # The parallel form rounds otherwise than the steps; the numbers drawn are the same.
+    assert (again[:, 0] == expected[:3]).reshape(3, -1).all(axis=1).mean() >= 0.6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [32, 16, 8])
+def test_the_distribution_of_every_step(model: ImageTransformer, bits: int) -> None:
+    """Step by step in the decoder's arithmetic against the parallel form in float64."""
+    decoder = FusedDecoder(model, bits)
+    sequence = torch.randint(
+        model.spec.levels, (5, model.raster.length, model.raster.values_per_step)
+    ).to(torch.uint8)
+    if model.n_classes is None:
+        labels, known = None, None
+    else:
+        labels = torch.tensor([0, 1, 2, -1, 1])
+        known = labels.numpy()
+    drawn = decoder.parameters(sequence.numpy(), known)
+    double = copy.deepcopy(model).double().eval()
+    expected = double.parameters_of(sequence, labels).numpy()
+    error = np.sqrt(((drawn - expected) ** 2).mean() / expected.var())
+    assert error < {32: 2e-6, 16: 2e-3, 8: 3e-2}[bits]
+    if bits == 32:
+        np.testing.assert_allclose(drawn, expected, atol=3e-5 * np.abs(expected).max())
+
+
+def test_an_interrupted_drawing_ends(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(done: float) -> None:
+        raise Stop
+
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(Stop):
+            _all(model, 5, progress=stop, labels=_labels(model))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_more_threads_than_usable_cpus(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as PyTorch announces in a container of two CPUs on a large host."""
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert fused._teams(model, 64) == (2, 1)
+    assert fused._teams(model, 1) == (1, 2)
+
+
+def test_progress_adds_up(model: ImageTransformer) -> None:
+    done: list[float] = []
+    _all(model, 21, batch_size=10, progress=done.append)
+    assert sum(done) == pytest.approx(21)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["paper", "default", "pixels", "plain sub-pixels"])
+def test_tables_are_the_embedding(name: str) -> None:
+    spec, options = MODELS[name]
+    model = tiny_model(spec, **options)
+    images = torch.randint(0, spec.levels, (3, *spec.shape), dtype=torch.uint8)
+    sequence = model.raster.to_sequence(images)
+    labels = torch.tensor([-1, 0, 2])
+    expected, _ = model.embedding(model._padded(sequence[:, :-1]), 0)
+    added = model.condition(labels, None, 0, model.raster.length)
+    if added is not None:
+        expected = expected + added
+    tables = tables_of(model.embedding)
+    assert tables is not None
+    condition, area = condition_tables(model)
+    rows = labels.numpy() if model.n_classes else np.zeros(3, dtype=np.int64)
+    for position in range(model.raster.length):
+        x = np.empty((3, 16), dtype=np.float32)
+        embed(
+            sequence.numpy(),
+            position,
+            tables.lags,
+            tables.inside,
+            tables.table,
+            tables.place,
+            condition,
+            area,
+            np.where(rows < 0, len(condition) - 1, rows),
+            x,
+            0,
+            3,
+        )
+        np.testing.assert_allclose(x, expected[:, position], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attention": _attention("local.LocalAttention", window=3)}, "LocalAttention"),
+        ({"attention": _attention("retention.Retention", conv_size=2)}, "conv_size"),
+        ({"attention": {**RELU, "feature_map": "favor"}}, "feature map"),
+        ({"attention": {**RELU, "qk_norm": True}}, "qk_norm"),
+        ({"convolution": [1, 1]}, "convolutions"),
+    ],
+)
+def test_other_models_fall_back_and_say_so_once(
+    options: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    decode.say.cache_clear()
+    model = tiny_model(ImageSpec(4, 4, 1, 17), **options)
+    assert reason in str(why_not(model))
+    with pytest.raises(ValueError, match=reason):
+        FusedDecoder(model)
+    first, second = _all(model, 2, seed=1), _all(model, 2, seed=1)
+    assert np.array_equal(first, second)
+    assert capsys.readouterr().err.count("drawing without compiled loops") == 1
+
+
+def test_what_the_loop_cannot_draw_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    model = tiny_model(ImageSpec(4, 4, 1, 17))
+    assert choose_decoder(model, Controls()) is not None
+    for controls in (Controls(temperature=0.0), Controls(top_p=0.9), Controls(guidance=2.0)):
+        assert choose_decoder(model, controls) is None
+    assert choose_decoder(model.double(), Controls()) is None
+    monkeypatch.setattr(decode, "SHORTEST", 17)
+    assert choose_decoder(model.float(), Controls()) is None
+
+
+def test_where_compiling_fails_pytorch_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def fails(*_: object) -> None:
+        raise TypeError("no such type\nand much more")
+
+    model = tiny_model(ImageSpec(4, 4, 1, 17))
+    expected = _all(model, 2, seed=1)
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    monkeypatch.setattr(fused, "run", fails)
+    decode.say.cache_clear()
+    for _ in range(2):
+        assert np.array_equal(_all(model, 2, seed=1), expected)
+    said = capsys.readouterr().err
+    assert said.count("drawing without compiled loops") == 1
+    assert "(TypeError: no such type)" in said
+
+
+def test_the_first_step_compiles_all_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what cannot be compiled is known before anything is drawn."""
+    from imagegen.generation.decode.loop import run
+
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    model = tiny_model(ImageSpec(6, 5, 1, 17))
+    assert choose_decoder(model, Controls()) is not None
+    before = set(run.signatures)
+    assert before
+    _all(model, 7, seed=1, batch_size=3, controls=Controls(temperature=0.7))
+    complete(model, _all(model, 2, seed=1), [2, 3], 2, seed=1)
+    assert set(run.signatures) == before
