@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/installed
 INSTALLED_TEST := $(VENV)/installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow matrix gpu lint format lock clean
+.PHONY: help install demo test test-slow matrix gpu drawing lint format lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -72,6 +72,9 @@ lint: $(INSTALLED_TEST) ## linter, formatter and types only
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+
+drawing: $(INSTALLED_TEST) ## the rooms of the package and the imports between them: docs/rooms.svg
+	$(PY) docs/rooms.py
 
 format: $(INSTALLED_TEST) ## format the code and mend what the linter can
 	$(PY) -m ruff format .
