@@ -21,12 +21,8 @@ from imagegen.core.build import build
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.heads.base import OutputHead
-from imagegen.model.block import NORMS, Block, BlockOptions, known
-from imagegen.model.dropout import Dropout
-from imagegen.model.embeddings import InputEmbedding
-from imagegen.model.label_embedding import LabelEmbedding
-from imagegen.model.linear_prediction import LinearPrediction
-from imagegen.model.raster import Raster
+from imagegen.model.block import NORMS, Block, BlockOptions, Dropout, known
+from imagegen.model.embeddings import InputEmbedding, LabelEmbedding, LinearPrediction, Raster
 
 NO_LABEL = -1
 

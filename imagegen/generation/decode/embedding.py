@@ -14,8 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from imagegen.generation.decode.compile import fast
-from imagegen.model.embeddings import Neighbourhood, ValueAndSinusoid
-from imagegen.model.linear_prediction import LinearPrediction
+from imagegen.model.embeddings import LinearPrediction, Neighbourhood, ValueAndSinusoid
 from imagegen.model.transformer import NO_LABEL, ImageTransformer
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imagegen.model.dropout import Dropout
+from imagegen.model.block import Dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
