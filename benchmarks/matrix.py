@@ -45,7 +45,7 @@ SLOWEST = (
     "tests/checkpoint/test_hostile.py",
     "tests/test_memory.py",
     "tests/training/test_processes.py",
-    "tests/training/test_survival.py",
+    "tests/training/test_interruptions.py",
 )
 # What a row's own Python says of itself.
 DESCRIBE = """

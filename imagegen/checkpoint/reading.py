@@ -19,6 +19,7 @@ from imagegen.checkpoint import weights_folder
 from imagegen.checkpoint.file import is_modest, not_ours, read_checkpoint_file
 from imagegen.checkpoint.fit import check_fit, misfit
 from imagegen.core.errors import UserError
+from imagegen.core.moved import with_current_names
 from imagegen.core.spec import ImageSpec
 from imagegen.model.transformer import ImageTransformer, known_options
 
@@ -214,4 +215,5 @@ def _metadata(metadata: object, path: Path) -> dict[str, Any]:
     modest = all(is_modest(metadata[key], MAX_ENTRIES.get(key, 5_000)) for key in REQUIRED)
     if type(version) is not int or not sections or not modest:
         raise UserError(f"{path} is damaged: what it says of its model is no set of options.")
-    return metadata
+    naming = ("model", "dataset", "config")
+    return {**metadata, **{key: with_current_names(metadata[key]) for key in naming}}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 MODULES = {
     "imagegen.averaging": "imagegen.training.averaging",
@@ -19,6 +20,12 @@ MODULES = {
     "imagegen.sweeps": "imagegen.tracking.sweeps",
 }
 """Modules whose classes were named as a `_target_`, by their former names."""
+
+NAMES = {
+    "imagegen.training.callbacks.StopWhole": "imagegen.training.stopping.StopWhole",
+    "imagegen.training.callbacks.early_stopping": "imagegen.training.stopping.early_stopping",
+}
+"""Single classes and functions that have left their module since, by the names there."""
 
 COMMANDS = {
     "imagegen.benchmark": "imagegen benchmark",
@@ -36,7 +43,18 @@ COMMANDS = {
 def current_name(target: object) -> object:
     """A `_target_` under its present name; anything else unchanged."""
     module, _, name = str(target).rpartition(".")
-    return f"{MODULES[module]}.{name}" if module in MODULES else target
+    found = f"{MODULES[module]}.{name}" if module in MODULES else target
+    return NAMES.get(str(found), found)
+
+
+def with_current_names(config: Any) -> Any:
+    """A copy of plain containers in which every `_target_` has its present name."""
+    if isinstance(config, dict):
+        return {
+            key: current_name(value) if key == "_target_" else with_current_names(value)
+            for key, value in config.items()
+        }
+    return [*map(with_current_names, config)] if isinstance(config, list) else config
 
 
 class FormerCommands:

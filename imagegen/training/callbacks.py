@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.core.durations import format_seconds
-from imagegen.core.processes import is_first_process
 from imagegen.core.values import MAX_SEED, share, whole_number
 from imagegen.generation.images import (
     make_completion_grid,
@@ -29,7 +24,6 @@ from imagegen.generation.sampling_loop import complete, generate
 from imagegen.tracking.loggers import log_images
 from imagegen.training.module import ImageModule
 from imagegen.training.normalizer_watch import METRIC, NormalizerWatch, row_due
-from imagegen.training.processes import Diverged, Interrupted
 
 
 class Grids(Callback):
@@ -252,99 +246,6 @@ class ExactSteps(Callback):
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         place = [self.seed, trainer.global_step, batch_idx, trainer.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
-
-
-class Interruptible(Callback):
-    """Lets Ctrl-C and SIGTERM take effect between two steps, so that none is lost or done twice.
-
-    A second one of the same kind stops at once. In a job of SLURM so do SIGUSR1 and SIGUSR2, its
-    warnings (the first by convention, the second in jobs of submitit) that the machine is soon
-    taken away; `preempted` then tells that the job is to be run again. Several processes stop at
-    the same step, whichever of them is asked to, and save together; what stops only one of them
-    saves nothing, for it would wait for the others.
-    """
-
-    def __init__(self) -> None:
-        self.preempted = False
-        self._asked = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signal over, where that is possible."""
-        if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            if "SLURM_JOB_ID" in os.environ:
-                # Lightning would save at once, in the middle of a step, and elsewhere; submitit
-                # would raise an error wherever the run is.
-                numbers += [signal.SIGUSR1, signal.SIGUSR2]
-            for number in numbers:
-                self._before[number] = signal.signal(number, self._ask)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Stop here if this process, or another one, has been asked to.
-
-        Not while gradients of earlier batches wait for their step.
-        """
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
-        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):
-            raise Interrupted
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Save only what all processes can save together."""
-        if trainer.world_size > 1 and not isinstance(exception, Interrupted | Diverged):
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, ModelCheckpoint):
-                    callback.save_on_exception = False
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signal back."""
-        self._give_back()
-
-    def _ask(self, number: int, frame: object) -> None:
-        # SIGTERM may follow the warning, or come before it.
-        self.preempted |= number not in (signal.SIGINT, signal.SIGTERM)
-        if not self._asked and is_first_process():
-            again = "" if self.preempted else "; Ctrl-C again stops at once"
-            print(f"\nstopping after this step{again}", file=sys.stderr)
-        self._asked = True
-        # The other kind may follow without anyone's asking twice: torchrun sends both.
-        signal.signal(number, self._before.pop(signal.Signals(number)))
-
-    def _give_back(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
-
-
-class StopWhole(Callback):
-    """Ends a run at `max_steps` the way its other limits end it: with a validation."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Ask for the end once the steps are spent."""
-        if 0 < trainer.max_steps <= trainer.global_step:
-            trainer.should_stop = True
-
-
-def early_stopping(patience: int | None, **options: Any) -> Callback:
-    """Lightning's `EarlyStopping`, or a callback that does nothing where there is no patience.
-
-    Args:
-        patience: validations without an improvement after which the run ends; None never ends it.
-        options: the further arguments of `EarlyStopping`.
-
-    Raises:
-        UserError: for a patience below 1.
-    """
-    if patience is None:
-        return Callback()
-    least = whole_number(patience, "callbacks.early_stopping.patience", 1)
-    return EarlyStopping(patience=least, **options)
 
 
 METRICS: dict[type[Callback], tuple[str, ...]] = {

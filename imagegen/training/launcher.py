@@ -20,7 +20,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 
 from imagegen.core.errors import UserError
 from imagegen.core.overrides import quote
-from imagegen.training.processes import Diverged, Interrupted
+from imagegen.training.stopping import TOGETHER
 
 _LOOK_SECONDS = 1.0
 """How often the first process looks whether the others are alive."""
@@ -149,7 +149,7 @@ def further_processes(
         yield
     except BaseException as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error
-        together = isinstance(cause, Interrupted | Diverged)
+        together = isinstance(cause, TOGETHER)
         if together and trainer.global_rank:
             raise SystemExit(0) from error
         lost = None if together else launcher.failure(within=_LOOK_SECONDS)

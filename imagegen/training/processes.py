@@ -1,4 +1,4 @@
-"""Runs of several processes: what they agree on before they start, and how they stop together.
+"""Runs of several processes: what they agree on before they start.
 
 `trainer=ddp` starts them itself (`imagegen.training.launcher`); torchrun and srun start all of
 them from outside. See docs/scaling.md.
@@ -12,18 +12,6 @@ from typing import Any
 
 from imagegen.core.errors import UserError
 from imagegen.core.processes import launched_processes
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, heeded by all processes of a run at the same step."""
-
-
-class Diverged(UserError):
-    """A result that is no number, seen by all processes of a run at the same step."""
-
-
-TOGETHER = (Interrupted, Diverged)
-"""What stops all processes at the same step, so that they can still save together."""
 
 
 def require_one_folder(argv: Sequence[str]) -> list[str]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import glob
-import io
 import json
 import logging
 import math
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,14 +22,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from pytorch_lightning import Callback, Trainer, seed_everything
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loggers.logger import DummyLogger
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from imagegen.checkpoint.reading import KEY, make_metadata, read_resume_state
+from imagegen.checkpoint.reading import make_metadata, read_resume_state
 from imagegen.checkpoint.training_data import build_dataset, remember
 from imagegen.core.build import check_section, times_in
 from imagegen.core.durations import parse_duration
@@ -46,19 +42,32 @@ from imagegen.core.processes import is_first_process
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.model.transformer import ImageTransformer, default_options
-from imagegen.tracking.loggers import build_loggers, check_logger, close_loggers, logger_state
+from imagegen.tracking.loggers import build_loggers, check_logger, close_loggers
 from imagegen.tracking.metrics_file import MetricsFile
 from imagegen.tracking.sweeps import sweep_group
-from imagegen.training.callbacks import METRICS, ExactSteps, Interruptible
+from imagegen.training.callbacks import METRICS, ExactSteps
+from imagegen.training.checkpoint_callbacks import (
+    AtomicCheckpoints,
+    FirstCheckpoint,
+    KeepUnvalidated,
+    Metadata,
+)
 from imagegen.training.continuation import Beginning, recall, say_changes
 from imagegen.training.launcher import further_processes
 from imagegen.training.model_options import model_options
 from imagegen.training.module import ImageModule, Schedule
 from imagegen.training.optimizers import OptimizerFactory, build_optimizer
-from imagegen.training.processes import Diverged, check_sharding
+from imagegen.training.processes import check_sharding
 from imagegen.training.profile import ProfileReport
 from imagegen.training.run_folder import AUTO, LAST, claim_run_folder
-from imagegen.training.stopping import BadNumbers
+from imagegen.training.stopping import (
+    BadNumbers,
+    Diverged,
+    Interruptible,
+    WholeSteps,
+    heed_interrupts,
+    requeue_job,
+)
 from imagegen.training.summary import (
     argument,
     limits,
@@ -68,50 +77,8 @@ from imagegen.training.summary import (
     summarize,
     why_stopped,
 )
-from imagegen.training.survival import (
-    FirstCheckpoint,
-    KeepUnvalidated,
-    WholeSteps,
-    requeue_job,
-)
 
 MAX_SEED = 2**32 - 1
-
-
-class AtomicCheckpoints(TorchCheckpointIO):
-    """Writes a checkpoint under a temporary name and renames it, so that none is ever half there.
-
-    Lightning's own way renames files of some file systems only, and leaves a truncated one on a
-    full disk.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Save to `path`."""
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(Path(path), buffer.getvalue())
-
-
-class Metadata(Callback):
-    """Puts into each checkpoint what sampling from it needs; see `imagegen.checkpoint.reading`."""
-
-    def __init__(self, metadata: Mapping[str, Any], dataset: ImageDataset) -> None:
-        self.metadata = metadata
-        self.dataset = dataset
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Add the entry."""
-        names = self.dataset.class_names
-        checkpoint[KEY] = {
-            **self.metadata,
-            "class_names": None if names is None else list(names),
-            "logger": logger_state(trainer.loggers),
-        }
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -230,7 +197,7 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
         raise
     finally:
         summary = summarize(trainer, folder, parameters, state, machine)
-        _heed_interrupts()
+        heed_interrupts()
         if beginning.begun and not trying:
             # First, for loggers may wait for a server, and be interrupted.
             _write_summary(folder, summary)
@@ -247,13 +214,6 @@ def _train(cfg: DictConfig, folder: Path, overrides: list[str], multirun: bool) 
     else:
         say_result(summary, folder)
     return summary
-
-
-def _heed_interrupts() -> None:
-    """Undo that Lightning ignores Ctrl-C for good once it has come."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:

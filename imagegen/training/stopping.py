@@ -1,17 +1,71 @@
-"""What happens when a loss or a gradient is not a number: it never goes unnoticed."""
+"""All that ends or interrupts a run: limits, bad numbers, Ctrl-C, signals, a killed machine.
+
+From the gentlest to the hardest: a run reaches `max_steps` (`StopWhole`) or does not improve any
+more (`early_stopping`); a number is not finite (`BadNumbers`); Ctrl-C, SIGTERM or SLURM ask it to
+stop between two steps (`Interruptible`); an error comes anywhere, which writes a checkpoint only
+where no step is half done (`WholeSteps`). Checkpoints themselves are written by
+`imagegen.training.checkpoint_callbacks`.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from imagegen.core.errors import UserError
-from imagegen.training.processes import Diverged
+from imagegen.core.processes import is_first_process
+from imagegen.core.values import whole_number
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, heeded by all processes of a run at the same step."""
+
+
+class Diverged(UserError):
+    """A result that is no number, seen by all processes of a run at the same step."""
+
+
+TOGETHER = (Interrupted, Diverged)
+"""What stops all processes at the same step, so that they can still save together."""
+
+
+class StopWhole(Callback):
+    """Ends a run at `max_steps` the way its other limits end it: with a validation."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ask for the end once the steps are spent."""
+        if 0 < trainer.max_steps <= trainer.global_step:
+            trainer.should_stop = True
+
+
+def early_stopping(patience: int | None, **options: Any) -> Callback:
+    """Lightning's `EarlyStopping`, or a callback that does nothing where there is no patience.
+
+    Args:
+        patience: validations without an improvement after which the run ends; None never ends it.
+        options: the further arguments of `EarlyStopping`.
+
+    Raises:
+        UserError: for a patience below 1.
+    """
+    if patience is None:
+        return Callback()
+    least = whole_number(patience, "callbacks.early_stopping.patience", 1)
+    return EarlyStopping(patience=least, **options)
+
 
 POLICIES = ("stop", "skip")
 MOST_IN_A_ROW = 10
@@ -140,3 +194,148 @@ def _all_indices(trainer: Trainer, batches: list[Tensor]) -> list[int]:
 @rank_zero_only
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+class Interruptible(Callback):
+    """Lets Ctrl-C and SIGTERM take effect between two steps, so that none is lost or done twice.
+
+    A second one of the same kind stops at once. In a job of SLURM so do SIGUSR1 and SIGUSR2, its
+    warnings (the first by convention, the second in jobs of submitit) that the machine is soon
+    taken away; `preempted` then tells that the job is to be run again. Several processes stop at
+    the same step, whichever of them is asked to, and save together; what stops only one of them
+    saves nothing, for it would wait for the others.
+    """
+
+    def __init__(self) -> None:
+        self.preempted = False
+        self._asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signal over, where that is possible."""
+        if threading.current_thread() is threading.main_thread():
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if "SLURM_JOB_ID" in os.environ:
+                # Lightning would save at once, in the middle of a step, and elsewhere; submitit
+                # would raise an error wherever the run is.
+                numbers += [signal.SIGUSR1, signal.SIGUSR2]
+            for number in numbers:
+                self._before[number] = signal.signal(number, self._ask)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop here if this process, or another one, has been asked to.
+
+        Not while gradients of earlier batches wait for their step.
+        """
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+            raise Interrupted
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Save only what all processes can save together."""
+        if trainer.world_size > 1 and not isinstance(exception, TOGETHER):
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.save_on_exception = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signal back."""
+        self._give_back()
+
+    def _ask(self, number: int, frame: object) -> None:
+        # SIGTERM may follow the warning, or come before it.
+        self.preempted |= number not in (signal.SIGINT, signal.SIGTERM)
+        if not self._asked and is_first_process():
+            again = "" if self.preempted else "; Ctrl-C again stops at once"
+            print(f"\nstopping after this step{again}", file=sys.stderr)
+        self._asked = True
+        # The other kind may follow without anyone's asking twice: torchrun sends both.
+        signal.signal(number, self._before.pop(signal.Signals(number)))
+
+    def _give_back(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+
+class WholeSteps(Callback):
+    """Lets an error write a checkpoint only while no step is half done.
+
+    From the moment that the optimizer moves the weights until the next step begins, or while
+    gradients wait for the batches to come, an error (a second Ctrl-C, a callback that fails) leaves
+    the last checkpoint as it was: resumed, it takes the very steps again. So does an error before
+    the first step, and a model that has diverged: its last weights may be what it diverges from.
+    """
+
+    def __init__(self) -> None:
+        self._checkpoints: list[ModelCheckpoint] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the checkpoints that errors write."""
+        self._checkpoints = [
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        ]
+        self._allow(False)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Nothing is half done where a step begins."""
+        self._allow(batch_idx % trainer.accumulate_grad_batches == 0)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """From here on it is."""
+        self._allow(False)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Nor while gradients wait."""
+        self._allow(False)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Nor is what has diverged kept."""
+        if isinstance(exception, Diverged):
+            self._allow(False)
+
+    def _allow(self, allowed: bool) -> None:
+        for checkpoint in self._checkpoints:
+            checkpoint.save_on_exception = allowed
+
+
+def heed_interrupts() -> None:
+    """Undo that Lightning ignores Ctrl-C for good once it has come."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def requeue_job() -> bool:
+    """Ask SLURM to run this job again, and say what came of it.
+
+    Returns:
+        Whether SLURM has agreed.
+    """
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+    else:
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
+        if done.returncode == 0:
+            print(f"SLURM runs job {job} again", file=sys.stderr)
+            return True
+    print(f"SLURM could not be asked to run job {job} again: scontrol: {why}", file=sys.stderr)
+    return False

@@ -19,6 +19,7 @@ from pytorch_lightning import Callback, Trainer
 
 from imagegen.cli.entry import PROJECT_ROOT, compose
 from imagegen.core.errors import UserError
+from imagegen.core.moved import MODULES, NAMES
 from imagegen.training import continuation
 from imagegen.training.continuation import recall, refusal
 from imagegen.training.schedules import Cosine
@@ -472,6 +473,38 @@ def test_an_option_that_needs_another_state_is_refused(
     assert run_train(monkeypatch, f"resume={run}", *typed) == 1
     assert "the optimizer cannot go on with these options from the state" in capsys.readouterr().err
     assert trace(run) == before
+
+
+def test_a_run_of_an_earlier_version_goes_on_under_the_present_names(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the options that it had, though the modules of its classes are called otherwise now."""
+    patient = "callbacks.early_stopping.patience=7"
+    run = make(*PLAIN, "trainer.max_epochs=1", patient)
+    content = last(run)
+    metadata = content["imagegen"]
+    metadata["overrides"].remove(patient)
+    metadata["config"]["callbacks"]["early_stopping"]["min_delta"] = 0.25
+    former = {name: old for old, name in [*MODULES.items(), *NAMES.items()]}
+
+    def rename(config: Any) -> Any:
+        if isinstance(config, dict):
+            return {key: rename(value) for key, value in config.items()}
+        if isinstance(config, str) and config in former:
+            return rename(former[config])
+        if isinstance(config, str) and (home := config.rpartition("."))[0] in former:
+            return f"{former[home[0]]}.{home[2]}"
+        return config
+
+    for section in ("model", "config"):
+        metadata[section] = rename(metadata[section])
+    assert "imagegen.callbacks.early_stopping" in str(metadata)
+    assert "imagegen.embedding." in str(metadata["model"])
+    torch.save(content, run / "checkpoints/last.ckpt")
+    assert run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=2") == 0
+    kept = OmegaConf.load(run / "config.yaml").callbacks.early_stopping
+    assert (kept.patience, kept.min_delta) == (7, 0.25)
+    assert kept._target_ == "imagegen.training.stopping.early_stopping"
 
 
 def test_what_is_not_typed_stays_as_the_run_began(

@@ -17,9 +17,7 @@ from pytorch_lightning import LightningModule, Trainer
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import PROJECT_ROOT
-from imagegen.training.callbacks import Interruptible
-from imagegen.training.processes import Interrupted
-from imagegen.training.survival import requeue_job
+from imagegen.training.stopping import Interrupted, Interruptible, requeue_job
 from tests.helpers import SMALL
 
 OPTIONS = [
@@ -38,7 +36,7 @@ OPTIONS = [
 CHILD = """
 import json, os, signal, sys
 import imagegen.core.errors, train
-from imagegen.training import callbacks, module, run
+from imagegen.training import callbacks, checkpoint_callbacks, module, run
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +69,7 @@ def arm(where, passes):
         write(path, data, **options)
 
     module.ImageModule.training_step = training_step
-    run.write_atomic = write_atomic
+    run.write_atomic = checkpoint_callbacks.write_atomic = write_atomic
     callbacks.Rates.on_train_batch_end = on_train_batch_end
 
 for text in sys.argv[1:]:
