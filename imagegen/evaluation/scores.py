@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,8 @@ from imagegen.generation.options import PRECISIONS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from imagegen.checkpoint.reading import LoadedCheckpoint
+    from imagegen.data.base import ImageDataset, ImageSplit
     from imagegen.model.transformer import ImageTransformer
 
 SPLITS = ("train", "val", "test")
@@ -140,6 +144,56 @@ def standard_error(scores: Float64[np.ndarray, " n"]) -> float | None:
     return float(scores.std(ddof=1) / math.sqrt(len(scores)))
 
 
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What to score and how, as `conf/evaluate.yaml` says.
+
+    Attributes:
+        dataset: options of the checkpoint's data set to replace.
+        out: JSON file to write, if any.
+    """
+
+    ckpt: str
+    split: str
+    batch_size: int | None
+    limit: int | None
+    labels: bool
+    classify: bool
+    precision: str | None
+    dataset: Mapping[str, Any]
+    device: str
+    out: Path | None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ScoreOptions:
+        """Check the plain values of `conf/evaluate.yaml`.
+
+        Raises:
+            UserError: naming the first option that cannot be.
+        """
+        options = cls(
+            ckpt=opt.checkpoint_path(config["ckpt"]),
+            split=opt.choice(config["split"], "split", SPLITS),
+            batch_size=opt.optional_whole_number(config["batch_size"], "batch_size", 1),
+            limit=opt.optional_whole_number(config["limit"], "limit", 1),
+            labels=opt.flag(config["labels"], "labels"),
+            classify=opt.flag(config["classify"], "classify"),
+            precision=None
+            if config["precision"] is None
+            else opt.choice(str(config["precision"]), "precision", PRECISIONS),
+            dataset=config["dataset"] or {},
+            device=str(config["device"]),
+            out=None if config["out"] is None else opt.one_path(config["out"], "out"),
+        )
+        if options.classify and options.precision is not None:
+            raise UserError("precision and classify=true do not go together; leave one out.")
+        if options.classify and not options.labels:
+            raise UserError("labels=false and classify=true do not go together; leave one out.")
+        if options.out is not None:
+            ensure_writable(options.out)
+        return options
+
+
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
     """Do what `conf/evaluate.yaml` and the command line ask; print bits/dim in one line.
 
@@ -150,63 +204,34 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
         UserError: for anything that cannot be; then nothing is written.
     """
     from imagegen.checkpoint.provenance import load_source, versions
-    from imagegen.checkpoint.training_data import class_numbers, count_trained_on, dataset_of
+    from imagegen.checkpoint.training_data import count_trained_on, dataset_of
 
-    config = opt.plain(config)
-    ckpt = opt.checkpoint_path(config["ckpt"])
-    split = opt.choice(config["split"], "split", SPLITS)
-    batch_size = opt.optional_whole_number(config["batch_size"], "batch_size", 1)
-    limit = opt.optional_whole_number(config["limit"], "limit", 1)
-    with_labels = opt.flag(config["labels"], "labels")
-    classify = opt.flag(config["classify"], "classify")
-    precision = config["precision"]
-    if precision is not None:
-        precision = opt.choice(str(precision), "precision", PRECISIONS)
-    if classify and precision is not None:
-        raise UserError("precision and classify=true do not go together; leave one out.")
-    if classify and not with_labels:
-        raise UserError("labels=false and classify=true do not go together; leave one out.")
-    out = None if config["out"] is None else opt.one_path(config["out"], "out")
-    if out is not None:
-        ensure_writable(out)
-    device = opt.resolve_device(config["device"])
-    source = load_source(ckpt, device)
-    model = source.loaded.model
-    dataset = dataset_of(source.loaded.metadata, config["dataset"], model.spec)
-    data = dataset.split(split)
-    images, labels = data.images[:limit], None
+    options = ScoreOptions.from_config(opt.plain(config))
+    device = opt.resolve_device(options.device)
+    source = load_source(options.ckpt, device)
+    model, metadata = source.loaded.model, source.loaded.metadata
+    dataset = dataset_of(metadata, options.dataset, model.spec)
+    data = dataset.split(options.split)
+    images = data.images[: options.limit]
     if not len(images):
-        raise UserError(f"the {split} split of {dataset.name} holds no images; choose another.")
-    if classify or (with_labels and model.n_classes is not None):
-        labels = None if data.labels is None else data.labels[:limit]
-        if labels is None:
-            raise UserError(
-                f"data set {dataset.name} has no labels to score with; add labels=false and leave "
-                "classify out."
-            )
-        if model.n_classes is not None:
-            labels = class_numbers(source.loaded.metadata, dataset)[labels]
-    trained_on = count_trained_on(source.loaded.metadata, dataset, split, len(images))
+        raise UserError(
+            f"the {options.split} split of {dataset.name} holds no images; choose another."
+        )
+    labels = _labels(options, source.loaded, dataset, data)
+    trained_on = count_trained_on(metadata, dataset, options.split, len(images))
     started = perf_counter()
-    classified: dict[str, Any] = {}
-    with image_progress("evaluating", len(images)) as advance:
-        if classify and labels is not None:
-            every = classify_images(model, images, batch_size, advance)
-            scores = every[np.arange(len(images)), labels]
-            classified = {"accuracy": float((every.argmin(axis=1) == labels).mean())}
-        else:
-            scores = score_images(model, images, batch_size, advance, labels, precision)
+    scores, classified = _scored(model, images, labels, options)
     result = {
         "bits_per_dim": float(scores.mean()),
         "standard_error": standard_error(scores),
         "given_labels": labels is not None and model.n_classes is not None,
         **classified,
-        "precision": precision,
+        "precision": options.precision,
         "images": len(images),
         "images_trained_on": trained_on,
         "dims": model.spec.dims,
         "dataset": dataset.name,
-        "split": split,
+        "split": options.split,
         **source.to_dict(),
         "seconds": perf_counter() - started,
         "machine": describe(device),
@@ -214,9 +239,47 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     # Printed first, so that a disk that fills up meanwhile does not cost the result.
     print(summary(result))
-    if out is not None:
-        write_atomic(out, json.dumps(result, indent=2) + "\n")
+    if options.out is not None:
+        write_atomic(options.out, json.dumps(result, indent=2) + "\n")
     return result
+
+
+def _labels(
+    options: ScoreOptions, loaded: LoadedCheckpoint, dataset: ImageDataset, data: ImageSplit
+) -> Int64[np.ndarray, " n"] | None:
+    """The classes of the images to score, as the model numbers them; None where none are used.
+
+    Raises:
+        UserError: where they are needed and the data set has none.
+    """
+    from imagegen.checkpoint.training_data import class_numbers
+
+    known = loaded.model.n_classes is not None
+    if not (options.classify or (options.labels and known)):
+        return None
+    if data.labels is None:
+        raise UserError(
+            f"data set {dataset.name} has no labels to score with; add labels=false and leave "
+            "classify out."
+        )
+    labels = data.labels[: options.limit]
+    return class_numbers(loaded.metadata, dataset)[labels] if known else labels
+
+
+def _scored(
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    labels: Int64[np.ndarray, " n"] | None,
+    options: ScoreOptions,
+) -> tuple[Float64[np.ndarray, " n"], dict[str, float]]:
+    """bits/dim of each image, and the accuracy where the images are to be classified."""
+    with image_progress("evaluating", len(images)) as advance:
+        if options.classify and labels is not None:
+            every = classify_images(model, images, options.batch_size, advance)
+            accuracy = float((every.argmin(axis=1) == labels).mean())
+            return every[np.arange(len(images)), labels], {"accuracy": accuracy}
+        scores = score_images(model, images, options.batch_size, advance, labels, options.precision)
+        return scores, {}
 
 
 def summary(result: Mapping[str, Any]) -> str:

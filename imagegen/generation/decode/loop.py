@@ -20,7 +20,7 @@ from imagegen.generation.decode.attention import (
     linear_attention,
     softmax_attention,
 )
-from imagegen.generation.decode.compile import compiled
+from imagegen.generation.decode.compile import compiled, inline
 from imagegen.generation.decode.elementwise import activate, add_scaled, copy, normalize
 from imagegen.generation.decode.embedding import embed, predict
 from imagegen.generation.decode.matmul import PANEL
@@ -161,6 +161,117 @@ def _mix_of_its_kind(mix, w, rows, layer, position, work, first, stop):
     return attend
 
 
+class Shares(NamedTuple):
+    """What one member of a team does: each a first one and the one after the last."""
+
+    rows: tuple[int, int]
+    heads: tuple[int, int]
+    mix: tuple[int, int]  # this and the following: panels of the outputs
+    out: tuple[int, int]
+    up: tuple[int, int]
+    down: tuple[int, int]
+    head: tuple[int, int]
+
+
+@no_type_check
+@inline()
+def _shares(w, rows, member, members):
+    """The shares of a member; those of `mix` are the panels of its heads."""
+    heads = share(rows.s.shape[2], member, members)
+    panels = w.mix.bias.shape[1] // rows.s.shape[2] // PANEL
+    return Shares(
+        share(rows.x.shape[0], member, members),
+        heads,
+        (heads[0] * panels, heads[1] * panels),
+        share(w.out.bias.shape[1] // PANEL, member, members),
+        share(w.up.bias.shape[1] // PANEL, member, members),
+        share(w.down.bias.shape[1] // PANEL, member, members),
+        share(w.head.bias.shape[1] // PANEL, member, members),
+    )
+
+
+@no_type_check
+@inline()
+def _product(x, features, matrix, layer, rows, own, panels, out, flags, members):
+    """out = matrix x: a member rounds its rows `own`, and makes its panels of all rows."""
+    round_rows(x, features, matrix.bits, rows.whole, rows.steps, own[0], own[1])
+    meet(flags, members)
+    multiply(x, rows.whole, rows.steps, matrix, layer, panels[0], panels[1], out)
+
+
+@no_type_check
+@inline()
+def _add_attention(w, settings, rows, shares, layer, position, flags, member, members):
+    """x += attention(norm(x)), or x += attention(x) where norms come last."""
+    x, before, mixed = rows.x, rows.before, rows.mixed
+    norm, (first, stop) = w.norms[layer, 0], shares.rows
+    if settings.norm_first:
+        normalize(x, norm[0], norm[1], settings.norm_eps, settings.centred, before, first, stop)
+    else:
+        copy(x, before, first, stop)
+    own = shares.rows
+    _product(before, x.shape[1], w.mix, layer, rows, own, shares.mix, rows.given, flags, members)
+    heads = shares.heads
+    _mix(settings.mix, w, rows, layer, position, rows.work[member], heads[0], heads[1])
+    meet(flags, members)
+    _product(mixed, mixed.shape[1], w.out, layer, rows, own, shares.out, rows.y, flags, members)
+    meet(flags, members)
+    add_scaled(x, rows.y, w.scales[layer, 0], first, stop)
+    if not settings.norm_first:
+        normalize(x, norm[0], norm[1], settings.norm_eps, settings.centred, x, first, stop)
+
+
+@no_type_check
+@inline()
+def _add_feed_forward(w, settings, rows, shares, layer, flags, members):
+    """x += feed_forward(norm(x)), or x += feed_forward(x) where norms come last."""
+    x, before, hidden, features = rows.x, rows.before, rows.hidden, settings.features
+    norm, own = w.norms[layer, 1], shares.rows
+    eps, centred, (first, stop) = settings.norm_eps, settings.centred, shares.rows
+    if settings.norm_first:
+        normalize(x, norm[0], norm[1], eps, centred, before, first, stop)
+    else:
+        copy(x, before, first, stop)
+    _product(before, x.shape[1], w.up, layer, rows, own, shares.up, hidden, flags, members)
+    meet(flags, members)
+    activate(hidden, features, settings.gated, settings.activation, first, stop)
+    _product(hidden, features, w.down, layer, rows, own, shares.down, rows.y, flags, members)
+    meet(flags, members)
+    add_scaled(x, rows.y, w.scales[layer, 1], first, stop)
+    if not settings.norm_first:
+        normalize(x, norm[0], norm[1], eps, centred, x, first, stop)
+
+
+@no_type_check
+@inline()
+def _distribution(w, settings, rows, shares, position, flags, members):
+    """The parameters of a step from what has run through the layers, and the linear prediction."""
+    x, before, own, predicted = rows.x, rows.before, shares.rows, rows.predicted
+    first, stop = own
+    eps, centred, norm = settings.norm_eps, settings.centred, w.last_norm
+    normalize(x, norm[0], norm[1], eps, centred, before, first, stop)
+    _product(before, x.shape[1], w.head, 0, rows, own, shares.head, rows.parameters, flags, members)
+    meet(flags, members)
+    if predicted.shape[1] > 0:
+        lags, inside, table = w.lags, w.inside, w.prediction
+        predict(rows.sequence, position, lags, inside, table, predicted, first, stop)
+        components, unit = settings.components, settings.residual_unit
+        lay_around(rows.parameters, predicted, components, unit, first, stop)
+
+
+@no_type_check
+@inline()
+def _draw(settings, rows, position, uniforms, choices, first, stop):
+    """The values of a step, from its distribution, into `rows.sequence`."""
+    parameters, values = rows.parameters, rows.sequence[:, position]
+    choice, scale = settings.choice_temperature, settings.scale_temperature
+    if settings.mixture:
+        levels = settings.levels
+        draw_mixture(parameters, uniforms, choice, scale, levels, choices, values, first, stop)
+    else:
+        draw_categorical(parameters, uniforms, choice, choices, values, first, stop)
+
+
 @no_type_check
 @compiled()
 def run(w, settings, rows, first, start, stop, known, draws, flags, member, members):
@@ -175,23 +286,12 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
         draws: whether values are drawn; without, those of `rows.sequence` stay.
         flags, member, members: of the team; see `team`.
     """
-    x, before, given, mixed, y = rows.x, rows.before, rows.given, rows.mixed, rows.y
-    hidden, parameters, whole, steps = rows.hidden, rows.parameters, rows.whole, rows.steps
-    sequence, choices = rows.sequence, rows.choices[member]
-    heads, work = rows.s.shape[2], rows.work[member]
-    mix_in, mix_out, up, down, head = w.mix, w.out, w.up, w.down, w.head
-    eps, centred, width = settings.norm_eps, settings.centred, x.shape[1]
-    own_first, own_stop = share(x.shape[0], member, members)
-    head_first, head_stop = share(heads, member, members)
-    panels = mix_in.bias.shape[1] // heads // PANEL
-    out_first, out_stop = share(mix_out.bias.shape[1] // PANEL, member, members)
-    up_first, up_stop = share(up.bias.shape[1] // PANEL, member, members)
-    down_first, down_stop = share(down.bias.shape[1] // PANEL, member, members)
-    last_first, last_stop = share(head.bias.shape[1] // PANEL, member, members)
+    shares = _shares(w, rows, member, members)
+    own_first, own_stop = shares.rows
     for position in range(start, stop):
         if position > start or not known:
             embed(
-                sequence,
+                rows.sequence,
                 position,
                 w.lags,
                 w.inside,
@@ -200,110 +300,15 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
                 w.condition,
                 w.area,
                 rows.label,
-                x,
+                rows.x,
                 own_first,
                 own_stop,
             )
             for layer in range(w.norms.shape[0]):
-                norms, scales = w.norms[layer], w.scales[layer]
-                if settings.norm_first:
-                    normalize(
-                        x, norms[0, 0], norms[0, 1], eps, centred, before, own_first, own_stop
-                    )
-                else:
-                    copy(x, before, own_first, own_stop)
-                round_rows(before, width, mix_in.bits, whole, steps, own_first, own_stop)
-                meet(flags, members)
-                multiply(
-                    before,
-                    whole,
-                    steps,
-                    mix_in,
-                    layer,
-                    head_first * panels,
-                    head_stop * panels,
-                    given,
-                )
-                _mix(settings.mix, w, rows, layer, position, work, head_first, head_stop)
-                meet(flags, members)
-                round_rows(mixed, mixed.shape[1], mix_out.bits, whole, steps, own_first, own_stop)
-                meet(flags, members)
-                multiply(mixed, whole, steps, mix_out, layer, out_first, out_stop, y)
-                meet(flags, members)
-                add_scaled(x, y, scales[0], own_first, own_stop)
-                if settings.norm_first:
-                    normalize(
-                        x, norms[1, 0], norms[1, 1], eps, centred, before, own_first, own_stop
-                    )
-                else:
-                    normalize(x, norms[0, 0], norms[0, 1], eps, centred, x, own_first, own_stop)
-                    copy(x, before, own_first, own_stop)
-                round_rows(before, width, up.bits, whole, steps, own_first, own_stop)
-                meet(flags, members)
-                multiply(before, whole, steps, up, layer, up_first, up_stop, hidden)
-                meet(flags, members)
-                activate(
-                    hidden,
-                    settings.features,
-                    settings.gated,
-                    settings.activation,
-                    own_first,
-                    own_stop,
-                )
-                round_rows(hidden, settings.features, down.bits, whole, steps, own_first, own_stop)
-                meet(flags, members)
-                multiply(hidden, whole, steps, down, layer, down_first, down_stop, y)
-                meet(flags, members)
-                add_scaled(x, y, scales[1], own_first, own_stop)
-                if not settings.norm_first:
-                    normalize(x, norms[1, 0], norms[1, 1], eps, centred, x, own_first, own_stop)
-            normalize(x, w.last_norm[0], w.last_norm[1], eps, centred, before, own_first, own_stop)
-            round_rows(before, width, head.bits, whole, steps, own_first, own_stop)
-            meet(flags, members)
-            multiply(before, whole, steps, head, 0, last_first, last_stop, parameters)
-            meet(flags, members)
-            if rows.predicted.shape[1] > 0:
-                predict(
-                    sequence,
-                    position,
-                    w.lags,
-                    w.inside,
-                    w.prediction,
-                    rows.predicted,
-                    own_first,
-                    own_stop,
-                )
-                lay_around(
-                    parameters,
-                    rows.predicted,
-                    settings.components,
-                    settings.residual_unit,
-                    own_first,
-                    own_stop,
-                )
-        if not draws:
-            continue
-        values, uniforms = sequence[:, position], rows.noise[:, position - first]
-        if settings.mixture:
-            draw_mixture(
-                parameters,
-                uniforms,
-                settings.choice_temperature,
-                settings.scale_temperature,
-                settings.levels,
-                choices,
-                values,
-                own_first,
-                own_stop,
-            )
-        else:
-            draw_categorical(
-                parameters,
-                uniforms,
-                settings.choice_temperature,
-                choices,
-                values,
-                own_first,
-                own_stop,
-            )
+                _add_attention(w, settings, rows, shares, layer, position, flags, member, members)
+                _add_feed_forward(w, settings, rows, shares, layer, flags, members)
+            _distribution(w, settings, rows, shares, position, flags, members)
+        if draws:
+            uniforms = rows.noise[:, position - first]
+            _draw(settings, rows, position, uniforms, rows.choices[member], own_first, own_stop)
     # A later call begins with the same shares, so that nobody has to be waited for here.

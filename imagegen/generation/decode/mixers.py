@@ -259,10 +259,7 @@ def _mixer(
     """Put a mechanism's layers together; `norm` None stands for LAYER_NORM."""
     shape, heads = mixer_shape(attention), attention.n_heads
     d, m, true_m = shape.d, shape.m, shape.true_m
-    weight, bias = _linear(attention.qkv)
-    q, k, v = _split(weight, shape, heads)
-    q_bias, k_bias, v_bias = _split(bias, shape, heads)
-    parts = [(q * scale_q, q_bias * scale_q), (k * scale_k, k_bias * scale_k), (v, v_bias)]
+    parts = _queries_keys_values(attention, shape, scale_q, scale_k)
     decays = 0
     if decays_of is not None:
         weight, bias = _linear(decays_of)
@@ -276,32 +273,40 @@ def _mixer(
         parts.append((_padded(_heads(weight, heads), m, 1), _padded(_heads(bias, heads), m, 1)))
     out_weight, out_bias = _linear(attention.out)
     out_weight = _padded(rearrange(out_weight, "e (h m) -> e h m", h=heads), m, 2).flatten(1)
-    norm_weight = torch.ones(true_m) if affine is None else cast(Tensor, affine.weight)
-    norm_bias = getattr(affine, "bias", None)
-    norm_bias = torch.zeros(true_m) if norm_bias is None else norm_bias
-    both = torch.stack([_padded(norm_weight.float(), m, 0), _padded(norm_bias.float(), m, 0)])
     if convolution is None:
         by_head = torch.zeros(0, heads, 2 * d + m)
     else:
         by_head = _by_head(convolution.float(), shape, heads)
+    norm = LAYER_NORM if norm is None else norm
+    gate = NO_GATE if gates is None else gate
     return Mixer(
-        kind(
-            d,
-            m,
-            true_m,
-            decays=decays,
-            norm=LAYER_NORM if norm is None else norm,
-            gate=NO_GATE if gates is None else gate,
-            **settings,
-        ),
+        kind(d, m, true_m, decays=decays, norm=norm, gate=gate, **settings),
         torch.cat([w for w, _ in parts], dim=1).numpy(),
         torch.cat([b for _, b in parts], dim=1).numpy(),
         out_weight.numpy(),
         out_bias.numpy(),
         (torch.zeros(heads) if rates is None else rates.float()).numpy(),
-        both.numpy(),
+        _affine(affine, shape).numpy(),
         by_head.contiguous().numpy(),
     )
+
+
+def _queries_keys_values(
+    attention: Any, shape: MixSettings, scale_q: float, scale_k: float
+) -> list[tuple[Float[Tensor, "h g i"], Float[Tensor, "h g"]]]:
+    """Weights and biases of what every group begins with."""
+    weight, bias = _linear(attention.qkv)
+    q, k, v = _split(weight, shape, attention.n_heads)
+    q_bias, k_bias, v_bias = _split(bias, shape, attention.n_heads)
+    return [(q * scale_q, q_bias * scale_q), (k * scale_k, k_bias * scale_k), (v, v_bias)]
+
+
+def _affine(module: nn.Module | None, shape: MixSettings) -> Float[Tensor, "weight_bias m"]:
+    """Weight and bias of a norm, padded; 1 and 0 where it has none."""
+    weight = torch.ones(shape.true_m) if module is None else cast(Tensor, module.weight)
+    bias = getattr(module, "bias", None)
+    bias = torch.zeros(shape.true_m) if bias is None else bias
+    return torch.stack([_padded(t.float(), shape.m, 0) for t in (weight, bias)])
 
 
 def _linear(module: nn.Module) -> tuple[Float[Tensor, "o i"], Float[Tensor, "o"]]:
