@@ -214,8 +214,11 @@ class TestWandb:
         second = build_loggers(WANDB, tmp_path, changed, {"step": 5, **state})
         assert logger_state(second) == state
         close_loggers(second)
-        folders = list((tmp_path / "wandb").glob(f"offline-run-*{state['wandb_id']}*"))
-        assert folders
+        folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+        assert {folder.name.rpartition("-")[2] for folder in folders} == {state["wandb_id"]}
+        # It is told what has changed.
+        assert read_wandb(folders[0])[0]["dataset"] == CONFIG["dataset"]
+        assert read_wandb(folders[-1])[0]["seed"] == 4
 
     def test_mode_of_the_environment(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
