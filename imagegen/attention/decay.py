@@ -24,8 +24,8 @@ DEFAULT_CHUNK = 64
 
 
 def chunked_decay_attention(
-    q: Float[Tensor, "b #h n d"],
-    k: Float[Tensor, "b #h n d"],
+    q: Float[Tensor, " b #h n d"],
+    k: Float[Tensor, " b #h n d"],
     v: Float[Tensor, "b h n m"],
     log_decay: Float[Tensor, "#b h n #d"],
     s: Float[Tensor, "b h d m"],
@@ -78,8 +78,8 @@ def chunked_decay_attention(
 
 
 def recurrent_decay_attention(
-    q: Float[Tensor, "b #h d"],
-    k: Float[Tensor, "b #h d"],
+    q: Float[Tensor, " b #h d"],
+    k: Float[Tensor, " b #h d"],
     v: Float[Tensor, "b h m"],
     log_decay: Float[Tensor, "#b h #d"],
     s: Float[Tensor, "b h d m"],

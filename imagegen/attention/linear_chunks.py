@@ -43,7 +43,7 @@ class LinearChunks(torch.autograd.Function):
         floor: float | None,
         scale: Float[Tensor, "g l"] | None = None,
         now: Float[Tensor, "g l"] | None = None,
-        entry: Float[Tensor, "g"] | None = None,
+        entry: Float[Tensor, " g"] | None = None,
     ) -> tuple[
         Float[Tensor, "b n h m"],
         Float[Tensor, "g l"],
@@ -167,7 +167,7 @@ def _by_chunks(t: Float[Tensor, "b n h ..."], size: int) -> Float[Tensor, "b h c
 def _states(
     added: Float[Tensor, "g ..."],
     first: Float[Tensor, "b h ..."],
-    decay: Float[Tensor, "g"] | None,
+    decay: Float[Tensor, " g"] | None,
     backwards: bool = False,
 ) -> tuple[Float[Tensor, "g ..."], Float[Tensor, "b h ..."]]:
     """S or z before each chunk and after the last one; `backwards`, from the last one on."""

@@ -181,8 +181,8 @@ class OutputHead(nn.Module, ABC):
 
 
 def invert_cumulative(
-    logits: Float[Tensor, "b k"], uniform: Float[Tensor, "b"]
-) -> Integer[Tensor, "b"]:
+    logits: Float[Tensor, "b k"], uniform: Float[Tensor, " b"]
+) -> Integer[Tensor, " b"]:
     """Draw an index from softmax(logits) by inverting its cumulative sum."""
     cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
     # Scaled by the total, which rounding may leave a little off 1, so that no index lies beyond.

@@ -320,7 +320,7 @@ class LabelEmbedding(nn.Module):
             self.areas = nn.Parameter(torch.zeros(n_classes + 1, rows * columns, d_model))
 
     def forward(
-        self, labels: Int64[Tensor, "b"], start: Position, count: int
+        self, labels: Int64[Tensor, " b"], start: Position, count: int
     ) -> Float[Tensor, "b n e"]:
         """What is added to the input of steps start to start + count - 1; `n` may be 1 for all.
 

@@ -41,7 +41,7 @@ class ModelState:
     position: Position
     recent: UInt8[Tensor, "b lookback s"]
     layers: list[AttentionState]
-    labels: Int64[Tensor, "b"] | None = None
+    labels: Int64[Tensor, " b"] | None = None
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
@@ -167,8 +167,8 @@ class ImageTransformer(nn.Module):
     def parameters_of(
         self,
         sequence: UInt8[Tensor, "b n s"],
-        labels: Int64[Tensor, "b"] | None = None,
-        flipped: Bool[Tensor, "b"] | None = None,
+        labels: Int64[Tensor, " b"] | None = None,
+        flipped: Bool[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "b n p"]:
         """Distributions of the first n steps, each given the values before it (teacher forcing)."""
         if self.training and labels is not None:
@@ -180,8 +180,8 @@ class ImageTransformer(nn.Module):
     def log_prob(
         self,
         images: UInt8[Tensor, "b h w c"],
-        labels: Int64[Tensor, "b"] | None = None,
-        flipped: Bool[Tensor, "b"] | None = None,
+        labels: Int64[Tensor, " b"] | None = None,
+        flipped: Bool[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "b n s"]:
         """Natural log-probability of every value of the images, in the order of the raster.
 
@@ -197,15 +197,15 @@ class ImageTransformer(nn.Module):
     def bits_per_dim(
         self,
         images: UInt8[Tensor, "b h w c"],
-        labels: Int64[Tensor, "b"] | None = None,
-        flipped: Bool[Tensor, "b"] | None = None,
-    ) -> Float[Tensor, "b"]:
+        labels: Int64[Tensor, " b"] | None = None,
+        flipped: Bool[Tensor, " b"] | None = None,
+    ) -> Float[Tensor, " b"]:
         """Negative log2-likelihood of each image, divided by its number of dimensions."""
         nats = -self.log_prob(images, labels, flipped).flatten(1).mean(dim=1)
         return nats / math.log(2)
 
     def initial_state(
-        self, batch_size: int, labels: Int64[Tensor, "b"] | None = None
+        self, batch_size: int, labels: Int64[Tensor, " b"] | None = None
     ) -> ModelState:
         """The state before the first step, of images of these labels; see `log_prob`."""
         recent = torch.zeros(
@@ -222,7 +222,7 @@ class ImageTransformer(nn.Module):
         self,
         prefix: UInt8[Tensor, "b n s"],
         state: ModelState | None = None,
-        labels: Int64[Tensor, "b"] | None = None,
+        labels: Int64[Tensor, " b"] | None = None,
     ) -> tuple[Float[Tensor, "b p"], ModelState]:
         """Take in a known part of the sequence through the parallel form.
 
@@ -296,8 +296,8 @@ class ImageTransformer(nn.Module):
 
     def condition(
         self,
-        labels: Int64[Tensor, "b"] | None,
-        flipped: Bool[Tensor, "b"] | None,
+        labels: Int64[Tensor, " b"] | None,
+        flipped: Bool[Tensor, " b"] | None,
         start: Position,
         count: int,
     ) -> Float[Tensor, "#b n e"] | None:

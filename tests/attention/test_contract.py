@@ -172,7 +172,10 @@ def test_states_are_forked_and_used_again(attention: CausalAttention) -> None:
     assert torch.equal(first, again)
     whole = torch.cat([x.repeat_interleave(3, dim=0), continuation], dim=1)
     torch.testing.assert_close(first, attention(whole)[0][:, 40:], rtol=1e-10, atol=1e-10)
-    assert state.repeat(3).tensors()[0].shape[0] == 6
+    # In memory of its own, and image i as images 3 i to 3 i + 2.
+    for own, repeated in zip(state.tensors(), state.repeat(3).tensors(), strict=True):
+        assert torch.equal(repeated, own.repeat_interleave(3, dim=0))
+        assert not own.numel() or repeated.data_ptr() != own.data_ptr()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from imagegen.attention import linear_chunks
 from imagegen.attention.feature_maps import FEATURE_MAPS, Favor

@@ -214,8 +214,11 @@ class TestWandb:
         second = build_loggers(WANDB, tmp_path, changed, {"step": 5, **state})
         assert logger_state(second) == state
         close_loggers(second)
-        folders = list((tmp_path / "wandb").glob(f"offline-run-*{state['wandb_id']}*"))
-        assert folders
+        folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+        assert len(folders) == 2
+        assert all(state["wandb_id"] in folder.name for folder in folders)
+        # It is told what has changed.
+        assert [read_wandb(folder)[0]["seed"] for folder in folders] == [3, 4]
 
     def test_mode_of_the_environment(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
