@@ -134,18 +134,18 @@ def check_values(config: DictConfig) -> None:
             raise UserError(f"{' and '.join(missing)} {verb} not set; add {typed}.")
         OmegaConf.to_container(task, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be resolved: {plain(error)}") from error
+        raise UserError(f"the configuration cannot be resolved: {message(error)}") from error
     finally:
         instance.cfg = previous
 
 
-def plain(error: BaseException) -> str:
+def message(error: BaseException) -> str:
     """The message of a Hydra or OmegaConf error as one line, without hints for programmers."""
     lines = [line for line in str(error).splitlines() if line.strip() and not _NOISE.match(line)]
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         lines.insert(0, f"{error.full_key}:")
     if not lines and error.__cause__ is not None:
-        return plain(error.__cause__)
+        return message(error.__cause__)
     return " ".join(" ".join(lines).split())
 
 
@@ -181,7 +181,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
         return compose(config_name, overrides=list(overrides), return_hydra_config=True)
     # Hydra refuses some overrides with nothing but a ValueError.
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        text = plain(error)
+        text = message(error)
         unused = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", text)
         if unused:
             raise UserError(

@@ -121,6 +121,30 @@ def times_in(section: str, node: Mapping[str, Any]) -> dict[str, timedelta]:
     }
 
 
+def build_section(node: Any, section: str, kind: Any) -> Any:
+    """What a section of the configuration describes by its `_target_`.
+
+    Raises:
+        UserError: where that is something else than a `kind`, or an option is of another kind than
+            what it describes takes.
+    """
+    from hydra.utils import instantiate
+
+    if isinstance(node, Mapping):
+        node = {**node, "_target_": current_name(node.get("_target_"))}
+        check_section(section, node)
+    times = times_in(section, node) if isinstance(node, Mapping) else {}
+    # Plain lists: a checkpoint keeps them, and is read without any other class.
+    found = instantiate(node, _convert_="all", **times)
+    if not isinstance(found, kind):
+        target = node.get("_target_") if isinstance(node, Mapping) else node
+        raise UserError(
+            f"{section}._target_={target} gives a {type(found).__name__}, but {section} must be a "
+            f"{kind.__name__}."
+        )
+    return found
+
+
 def _hints(node: Mapping[str, Any]) -> dict[str, Any]:
     """The annotations of a section's `_target_`; none where it, or they, cannot be found."""
     from hydra.utils import get_object

@@ -14,8 +14,8 @@ from PIL import Image
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import compose
+from imagegen.core.build import build_section
 from imagegen.data.digits import Digits
-from imagegen.training.run import made
 from tests.helpers import SMALL, Interrupt, read_rows, read_weights, run_train
 
 
@@ -282,5 +282,5 @@ def test_bad_settings_are_one_sentence(
 
 def test_optimizers_are_given_plain_lists() -> None:
     """PyTorch 2.9 keeps them as they are, and of OmegaConf's no checkpoint could be read."""
-    factory = made(compose("train").optimizer, "optimizer", Callable)
+    factory = build_section(compose("train").optimizer, "optimizer", Callable)
     assert type(factory.keywords["betas"]) is list
