@@ -12,7 +12,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -24,6 +24,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from imagegen.core.build import admits
 from imagegen.core.errors import UserError
 from imagegen.core.installation import pip_install
 from imagegen.tracking.sweeps import PLUGINS
@@ -359,22 +360,6 @@ def _fits(value: Any, default: Any, base: DictConfig, key: str) -> bool:
         return True
     parent, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, parent) if parent else None
-    target = node.get("_target_") if _is_section(node) else None
-    return target is not None and _accepts(str(target), leaf, value)
-
-
-def _accepts(target: str, name: str, value: Any) -> bool:
-    """Whether the annotation of argument `name` of class `target` admits `value`."""
-    try:
-        found = get_object(target)
-        called: Any = found.__init__ if inspect.isclass(found) else found
-        hint = get_type_hints(called)[name]
-    except Exception:  # Unknown names and annotations: the class itself will tell.
-        return not target.startswith("imagegen.")
-
-    def admits(hint: Any) -> bool:
-        if get_origin(hint) is Literal:
-            return value in get_args(hint)
-        return hint is Any or hint is type(value) or any(map(admits, get_args(hint)))
-
-    return admits(hint)
+    if not _is_section(node) or node.get("_target_") is None:
+        return False
+    return admits(node, leaf, value)

@@ -106,6 +106,15 @@ def check_section(section: str, node: Mapping[str, Any]) -> None:
     _check_kinds(section, given, _hints(node))
 
 
+def admits(node: Mapping[str, Any], name: str, value: object) -> bool:
+    """Whether the class of a section may take this value for its argument `name`.
+
+    An annotation of other things than plain kinds says nothing, as in `check_section`.
+    """
+    kinds = _kinds(_hints(node).get(name))
+    return not kinds or any(_is(value, kind) for kind in kinds)
+
+
 def times_in(section: str, node: Mapping[str, Any]) -> dict[str, timedelta]:
     """The options of a section that its class takes as a `timedelta`, made of their words.
 

@@ -1,4 +1,10 @@
-"""Starts the further processes of a run on this machine, and leaves none behind."""
+"""Starts the further processes of a run on this machine, and leaves none behind.
+
+Not by torchrun's elastic agent: it starts every process from one that does not train, so that the
+process which was typed, or runs a sweep, would hold neither the trainer nor its result; and where
+one has failed it ends the others at once, though they may be saving together. Who wants an agent
+starts torchrun, which works too (docs/scaling.md).
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from imagegen.training.train_folder import refuse_used_folder
+from imagegen.training.run_folder import refuse_used_folder
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import PROJECT_ROOT
