@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from imagegen.training.run_folder import refuse_used_folder
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import PROJECT_ROOT
+from imagegen.training.run_folder import refuse_used_folder
 from tests.helpers import SMALL, write_image
 
 # Runs train.py once for each of its arguments, each time in a process of its own, forked from this
