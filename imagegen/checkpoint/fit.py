@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagegen.core.errors import UserError
+from imagegen.core.errors import UserError, first_line
 from imagegen.core.spec import ImageSpec
 from imagegen.model.transformer import ImageTransformer
 
@@ -97,14 +97,14 @@ def _without_memory(spec: ImageSpec, options: Mapping[str, Any], path: Path) -> 
         raise
     except Exception as error:
         # There is no end to what a description from elsewhere can get wrong.
-        raise misfit(path, f"{type(error).__name__}: {_first_line(error)}") from error
+        raise misfit(path, f"{type(error).__name__}: {first_line(error).rstrip('.')}") from error
 
 
 def _state_bytes(model: ImageTransformer, path: Path) -> int:
     try:
         return model.initial_state(1).nbytes
     except RuntimeError as error:  # Beyond what even a tensor without memory can be.
-        raise misfit(path, _first_line(error)) from error
+        raise misfit(path, first_line(error).rstrip(".")) from error
 
 
 def _compare(
@@ -119,7 +119,3 @@ def _compare(
     for name in found:
         if whole and name not in wanted:
             raise misfit(path, f"{name} is unknown to it")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

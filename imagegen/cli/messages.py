@@ -25,7 +25,7 @@ _DISK_ERRORS = {
 
 def report(error: BaseException, job: str = "") -> None:
     """Print a user's mistake as a sentence, anything else as the traceback that it deserves."""
-    sentence = describe(error)
+    sentence = sentence_for(error)
     place = f" in the run with {job}" if job else ""
     if sentence is None:
         traceback.print_exception(error)
@@ -40,7 +40,7 @@ def _shown(sentence: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
 
 
-def describe(error: BaseException) -> str | None:
+def sentence_for(error: BaseException) -> str | None:
     """The sentence that tells a user what to mend, or None for what must be a bug."""
     for cause in _causes(error):
         if isinstance(cause, UserError):
@@ -89,20 +89,20 @@ def _config_sentence(error: BaseException) -> str | None:
     """A sentence for what Hydra refuses, and for options that a class refuses when it is built."""
     from hydra.errors import HydraException, InstantiationException
 
-    from imagegen.cli.overrides import plain
+    from imagegen.cli.overrides import message
 
     if isinstance(error, InstantiationException):
         cause = error.__cause__
         section = str(error).rpartition("full_key: ")[2].strip() if "full_key" in str(error) else ""
         refused = f"{section or 'the configuration'} is refused"
-        text = plain(error)
+        text = message(error)
         # What foreign code makes of an option that it does not expect may be any error.
         foreign = re.search(r"call to target '(?!imagegen\.)", str(error)) is not None
         if isinstance(cause, (TypeError, ValueError)) or (cause is not None and foreign):
             if not text.startswith("Error locating target"):
-                return f"{refused}: {plain(cause) or type(cause).__name__} ({_HINT})."
+                return f"{refused}: {message(cause) or type(cause).__name__} ({_HINT})."
         # Hydra's own refusals, of what a _target_ names.
         if cause is None or text.startswith("Error locating target"):
             return f"{refused}: {text.partition(', set env var')[0]}."
         return None
-    return f"{plain(error)}." if isinstance(error, HydraException) else None
+    return f"{message(error)}." if isinstance(error, HydraException) else None

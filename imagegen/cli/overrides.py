@@ -12,7 +12,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -24,6 +24,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from imagegen.core.build import admits
 from imagegen.core.errors import UserError
 from imagegen.core.installation import pip_install
 from imagegen.tracking.sweeps import PLUGINS
@@ -134,18 +135,18 @@ def check_values(config: DictConfig) -> None:
             raise UserError(f"{' and '.join(missing)} {verb} not set; add {typed}.")
         OmegaConf.to_container(task, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be resolved: {plain(error)}") from error
+        raise UserError(f"the configuration cannot be resolved: {message(error)}") from error
     finally:
         instance.cfg = previous
 
 
-def plain(error: BaseException) -> str:
+def message(error: BaseException) -> str:
     """The message of a Hydra or OmegaConf error as one line, without hints for programmers."""
     lines = [line for line in str(error).splitlines() if line.strip() and not _NOISE.match(line)]
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         lines.insert(0, f"{error.full_key}:")
     if not lines and error.__cause__ is not None:
-        return plain(error.__cause__)
+        return message(error.__cause__)
     return " ".join(" ".join(lines).split())
 
 
@@ -181,7 +182,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
         return compose(config_name, overrides=list(overrides), return_hydra_config=True)
     # Hydra refuses some overrides with nothing but a ValueError.
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        text = plain(error)
+        text = message(error)
         unused = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", text)
         if unused:
             raise UserError(
@@ -359,22 +360,6 @@ def _fits(value: Any, default: Any, base: DictConfig, key: str) -> bool:
         return True
     parent, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, parent) if parent else None
-    target = node.get("_target_") if _is_section(node) else None
-    return target is not None and _accepts(str(target), leaf, value)
-
-
-def _accepts(target: str, name: str, value: Any) -> bool:
-    """Whether the annotation of argument `name` of class `target` admits `value`."""
-    try:
-        found = get_object(target)
-        called: Any = found.__init__ if inspect.isclass(found) else found
-        hint = get_type_hints(called)[name]
-    except Exception:  # Unknown names and annotations: the class itself will tell.
-        return not target.startswith("imagegen.")
-
-    def admits(hint: Any) -> bool:
-        if get_origin(hint) is Literal:
-            return value in get_args(hint)
-        return hint is Any or hint is type(value) or any(map(admits, get_args(hint)))
-
-    return admits(hint)
+    if not _is_section(node) or node.get("_target_") is None:
+        return False
+    return admits(node, leaf, value)

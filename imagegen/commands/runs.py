@@ -11,7 +11,7 @@ from pathlib import Path
 
 from imagegen.core.errors import UserError
 from imagegen.core.installation import PROJECT_ROOT, typed
-from imagegen.tracking.runs import ORDERS, find_runs, print_table, sort_runs
+from imagegen.tracking.runs_table import ORDERS, find_runs, print_table, sort_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

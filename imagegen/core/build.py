@@ -106,6 +106,15 @@ def check_section(section: str, node: Mapping[str, Any]) -> None:
     _check_kinds(section, given, _hints(node))
 
 
+def admits(node: Mapping[str, Any], name: str, value: object) -> bool:
+    """Whether the class of a section may take this value for its argument `name`.
+
+    An annotation of other things than plain kinds says nothing, as in `check_section`.
+    """
+    kinds = _kinds(_hints(node).get(name))
+    return not kinds or any(_is(value, kind) for kind in kinds)
+
+
 def times_in(section: str, node: Mapping[str, Any]) -> dict[str, timedelta]:
     """The options of a section that its class takes as a `timedelta`, made of their words.
 
@@ -119,6 +128,30 @@ def times_in(section: str, node: Mapping[str, Any]) -> dict[str, timedelta]:
         and timedelta in (hint, *get_args(hint))
         and str not in get_args(hint)
     }
+
+
+def build_section(node: Any, section: str, kind: Any) -> Any:
+    """What a section of the configuration describes by its `_target_`.
+
+    Raises:
+        UserError: where that is something else than a `kind`, or an option is of another kind than
+            what it describes takes.
+    """
+    from hydra.utils import instantiate
+
+    if isinstance(node, Mapping):
+        node = {**node, "_target_": current_name(node.get("_target_"))}
+        check_section(section, node)
+    times = times_in(section, node) if isinstance(node, Mapping) else {}
+    # Plain lists: a checkpoint keeps them, and is read without any other class.
+    found = instantiate(node, _convert_="all", **times)
+    if not isinstance(found, kind):
+        target = node.get("_target_") if isinstance(node, Mapping) else node
+        raise UserError(
+            f"{section}._target_={target} gives a {type(found).__name__}, but {section} must be a "
+            f"{kind.__name__}."
+        )
+    return found
 
 
 def _hints(node: Mapping[str, Any]) -> dict[str, Any]:

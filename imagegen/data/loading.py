@@ -63,6 +63,8 @@ class TrainOrder(DistributedSampler[int]):
     Lightning resumes its own counters only, and its epoch number runs ahead of the data after a
     run that `max_steps` stopped. So this class keeps the number of the pass through the data as
     its state, and after a restart leaves out the batches that Lightning counts as trained on.
+    (torchdata's `StatefulDataLoader` counts the batches that were fetched, and restores the state
+    of a random sampler, whatever seed, batch size or number of processes the run has now.)
 
     Args:
         images: how many there are.

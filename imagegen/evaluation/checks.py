@@ -20,8 +20,9 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from imagegen.attention.linear import LinearAttention
-from imagegen.core.errors import UserError
+from imagegen.core.errors import UserError, first_line
 from imagegen.core.float64 import float64_device, to_float64
+from imagegen.core.inference import inference
 from imagegen.generation.sampling_loop import ROW_GROUP, generate, uniforms
 from imagegen.model.transformer import ImageTransformer, ModelState
 
@@ -85,12 +86,11 @@ def all_checks(
     }
     for name, check in checks.items():
         try:
-            with torch.inference_mode():
+            with inference(model):
                 found = check()
         except (RuntimeError, ValueError, IndexError, UserError) as error:
             # A broken model may fail anywhere; the other checks say more about it.
-            reason = str(error).partition("\n")[0]
-            found = Check(name, f"failed: {reason}", "to run", False)
+            found = Check(name, f"failed: {first_line(error)}", "to run", False)
         yield found
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Float, Integer, UInt8, UInt32
 
 from imagegen.core.errors import UserError
 from imagegen.core.float64 import to_float64
+from imagegen.core.inference import inference
 from imagegen.core.installation import pip_install
 from imagegen.generation.sampling_loop import ROW_GROUP
 from imagegen.model.transformer import ImageTransformer
@@ -98,14 +99,9 @@ def _walk(model: ImageTransformer, n: int, code: Code, progress: Progress | None
     Both ways go through the very same operations on the very same numbers, for the decoder has to
     find the probabilities of the encoder to the last bit.
     """
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for first in range(0, n, BATCH):
-                _walk_batch(model, slice(first, min(first + BATCH, n)), code, progress)
-    finally:
-        model.train(training)
+    with inference(model):
+        for first in range(0, n, BATCH):
+            _walk_batch(model, slice(first, min(first + BATCH, n)), code, progress)
 
 
 def _walk_batch(

@@ -20,6 +20,7 @@ from jaxtyping import Float64, Int64, UInt8
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable, write_atomic
+from imagegen.core.inference import inference
 from imagegen.core.machine import describe
 from imagegen.core.progress import image_progress
 from imagegen.generation.options import PRECISIONS
@@ -65,21 +66,16 @@ def score_images(
     device = next(model.parameters()).device
     batch_size = batch_size or max(1, POSITIONS.get(device.type, 1 << 14) // model.spec.dims)
     scores = np.empty(len(images), dtype=np.float64)
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for first in range(0, len(images), batch_size):
-                batch = torch.from_numpy(np.array(images[first : first + batch_size]))
-                known = None
-                if labels is not None:
-                    known = torch.from_numpy(labels[first : first + batch_size]).to(device)
-                bits = bits_per_dim(batch.to(device), known)
-                scores[first : first + len(batch)] = bits.cpu().double().numpy()
-                if progress is not None:
-                    progress(len(batch))
-    finally:
-        model.train(training)
+    with inference(model):
+        for first in range(0, len(images), batch_size):
+            batch = torch.from_numpy(np.array(images[first : first + batch_size]))
+            known = None
+            if labels is not None:
+                known = torch.from_numpy(labels[first : first + batch_size]).to(device)
+            bits = bits_per_dim(batch.to(device), known)
+            scores[first : first + len(batch)] = bits.cpu().double().numpy()
+            if progress is not None:
+                progress(len(batch))
     wrong = np.flatnonzero(~np.isfinite(scores))
     if wrong.size:
         raise UserError(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from imagegen.core.errors import UserError
 from imagegen.core.float64 import float64_device
+from imagegen.core.inference import inference
 from imagegen.core.machine import limited_threads
 from imagegen.generation.decode import Decoder, choose_decoder
 from imagegen.heads.controls import Controls
@@ -233,13 +234,8 @@ def initial_state(
 @contextmanager
 def no_gradients(model: ImageTransformer) -> Iterator[None]:
     """Without gradients, dropout or idle threads, leaving the model as it was."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode(), limited_threads():
-            yield
-    finally:
-        model.train(training)
+    with inference(model), limited_threads():
+        yield
 
 
 def generate(

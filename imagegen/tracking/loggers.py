@@ -17,6 +17,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.core.build import check_section
 from imagegen.core.errors import UserError
+from imagegen.core.processes import is_first_process
 from imagegen.tracking.metrics_file import MetricsFile, read_rows
 from imagegen.tracking.wandb_file import last_wandb_step
 from imagegen.tracking.wandb_run import WandbRun
@@ -148,7 +149,7 @@ def wandb_logger(
     Returns:
         The logger, or None without wandb.
     """
-    if not _is_first_process():
+    if not is_first_process():
         return WandbRun(None, run_dir)
     import wandb
 
@@ -216,7 +217,7 @@ def tensorboard_logger(
         logger = TensorBoardLogger(
             run_dir, name="", version="tensorboard", default_hp_metric=False, **options
         )
-        if _is_first_process() and step is None:
+        if is_first_process() and step is None:
             import yaml
 
             text = yaml.safe_dump(dict(config), sort_keys=False)
@@ -227,10 +228,6 @@ def tensorboard_logger(
             "`pip install tensorboard`, or choose logger=csv."
         ) from error
     return logger
-
-
-def _is_first_process() -> bool:
-    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def _logged_in() -> bool:

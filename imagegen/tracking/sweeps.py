@@ -32,11 +32,11 @@ def sweep_group() -> str | None:
 
 
 class RunsTable(Callback):
-    """Prints the table of `imagegen.tracking.runs` when all runs of a sweep have ended."""
+    """Prints the table of `imagegen.tracking.runs_table` when all runs of a sweep have ended."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print it."""
-        from imagegen.tracking.runs import find_runs, print_table, sort_runs
+        from imagegen.tracking.runs_table import find_runs, print_table, sort_runs
 
         folder = Path(config.hydra.sweep.dir)
         runs = sort_runs(find_runs([folder]), "best") if folder.is_dir() else []

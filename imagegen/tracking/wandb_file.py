@@ -1,4 +1,9 @@
-"""Reads the file in which wandb keeps a run, `run-ID.wandb`, as far as it has been written."""
+"""Reads the file in which wandb keeps a run, `run-ID.wandb`, as far as it has been written.
+
+wandb's own resume does not serve: it knows the last step from the server only, so that a run kept
+offline would repeat rows, or lack those that were not written when the machine was lost. wandb has
+no public reader of the file.
+"""
 
 from __future__ import annotations
 

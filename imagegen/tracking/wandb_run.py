@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.core.errors import first_line
 from imagegen.tracking.wandb_file import STEP
 
 
@@ -134,10 +135,9 @@ class WandbRun(WandbLogger):
             action()
         except Exception as error:  # Whatever is wrong there, the training matters more.
             self._failed = True
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             print(
-                f"wandb: it has failed ({line}), so the run goes on without it; metrics.csv has "
-                "everything",
+                f"wandb: it has failed ({first_line(error)[:200]}), so the run goes on without "
+                "it; metrics.csv has everything",
                 file=sys.stderr,
             )
 

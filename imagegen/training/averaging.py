@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from imagegen.core.errors import UserError
+from imagegen.training.lightning_fixes import OwnAverage
 
 
 class _Average(AveragedModel):
@@ -45,7 +45,7 @@ class _Average(AveragedModel):
         self.n_averaged += 1
 
 
-class WeightAverage(WeightAveraging):
+class WeightAverage(OwnAverage):
     """Lightning's weight averaging as an exponential moving average with a warm-up.
 
     After update t the average is d average + (1 - d) weights, with d = min(decay, (1 + t) / (10 +
@@ -67,15 +67,12 @@ class WeightAverage(WeightAveraging):
         self.decay = decay
         self._shows_average = False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin the average, where a training begins."""
-        if stage == "fit":
-            device = trainer.strategy.root_device
-            self._average_model = _Average(pl_module, device, self.decay)
+    def make(self, trainer: Trainer, pl_module: LightningModule) -> _Average:
+        return _Average(pl_module, trainer.strategy.root_device, self.decay)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)
-        self._shows_average = self._average_model is not None
+        self._shows_average = self.averages
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_epoch_end(trainer, pl_module)

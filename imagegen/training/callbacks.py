@@ -185,69 +185,6 @@ class Report(Callback):
         pl_module.print("  ".join(parts))
 
 
-GRADIENTS = "waiting_gradients"
-"""Where a checkpoint keeps the gradients of a step whose batches were not all seen."""
-
-
-class ExactSteps(Callback):
-    """Makes a resumed run take the very steps that it would have taken.
-
-    The random numbers of a step (dropout) depend on the seed, the step and the process only, so
-    that they need no state; and metrics are logged under the number of optimizer steps done.
-
-    Args:
-        seed: of the run.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._gradients: dict[str, torch.Tensor] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the data order go on where the checkpoint left it."""
-        # Lightning 2.6 restores its loaders when it makes them, which is before it reads the
-        # checkpoint if the schedule has asked for the number of steps; and in the middle of an
-        # epoch only, though after its end the pass through the data may have another number.
-        loop = trainer.fit_loop
-        if loop._combined_loader_states_to_load and loop._combined_loader is not None:
-            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
-            loop._combined_loader_states_to_load = []
-        for name, parameter in pl_module.named_parameters():
-            if name in self._gradients:
-                parameter.grad = self._gradients[name].to(parameter.device)
-        self._gradients = {}
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Keep the gradients that wait for further batches where a validation came between.
-
-        Not those of several processes, each of which has its own.
-        """
-        if trainer.world_size == 1 and trainer.fit_loop.epoch_loop._should_accumulate():
-            checkpoint[GRADIENTS] = {
-                name: parameter.grad.detach().cpu()
-                for name, parameter in pl_module.named_parameters()
-                if parameter.grad is not None
-            }
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Take them up again."""
-        self._gradients = checkpoint.get(GRADIENTS, {})
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Seed torch for this step, and count it rightly."""
-        # Lightning 2.6 keeps a second count for its loggers, and guesses on resuming whether the
-        # checkpoint was written before or after it was raised.
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-        place = [self.seed, trainer.global_step, batch_idx, trainer.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
-
-
 METRICS: dict[type[Callback], tuple[str, ...]] = {
     Rates: ("train/images_per_second", "train/gradient_norm"),
     NormalizerWatch: (METRIC,),

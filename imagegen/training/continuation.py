@@ -25,7 +25,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from imagegen.checkpoint.reading import read_metadata
 from imagegen.core.errors import UserError
 from imagegen.core.overrides import touched
+from imagegen.core.values import plain
 from imagegen.data.loading import TrainOrder
+from imagegen.training.lightning_fixes import end_no_epoch_twice
 from imagegen.training.module import ImageModule
 from imagegen.training.optimizers import build_optimizer
 
@@ -69,7 +71,7 @@ def recall(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> Changes:
     """
     metadata = read_metadata(cfg.resume)
     saved = [str(text) for text in metadata["overrides"] or []]
-    before, now = dict(_leaves(metadata["config"])), dict(_leaves(_plain(cfg)))
+    before, now = dict(_leaves(metadata["config"])), dict(_leaves(plain(cfg)))
     differing = [
         key
         for key, value in now.items()
@@ -82,7 +84,7 @@ def recall(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> Changes:
     if typed and differing:
         # What this version makes of what was typed before; its defaults may have changed.
         name = HydraConfig.get().job.config_name
-        unchanged = dict(_leaves(_plain(hydra.compose(name, overrides=saved))))
+        unchanged = dict(_leaves(plain(hydra.compose(name, overrides=saved))))
     changes: Changes = {}
     for key in differing:
         if unchanged.get(key, UNSET) != now[key] or touched(key, typed):
@@ -91,10 +93,6 @@ def recall(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> Changes:
             OmegaConf.update(cfg, key, before[key])
     _refuse(changes, cfg.resume)
     return changes
-
-
-def _plain(cfg: DictConfig) -> Any:
-    return OmegaConf.to_container(cfg, resolve=True)
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,8 +171,7 @@ class Beginning(Callback):
             )
         started = loop["epoch_progress"]["current"]["started"]
         if epochs == started and loop["epoch_loop.batch_progress"]["is_last_batch"]:
-            # Lightning 2.6 ends that epoch again, without its metrics, where steps are limited.
-            trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+            end_no_epoch_twice(trainer)
         if any(key.startswith("optimizer.") for key in self.changes):
             for saved in checkpoint.get("optimizer_states", []):
                 _try_optimizer(pl_module, saved)

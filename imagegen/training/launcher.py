@@ -1,4 +1,10 @@
-"""Starts the further processes of a run on this machine, and leaves none behind."""
+"""Starts the further processes of a run on this machine, and leaves none behind.
+
+Not by torchrun's elastic agent: it starts every process from one that does not train, so that the
+process which was typed, or runs a sweep, would hold neither the trainer nor its result; and where
+one has failed it ends the others at once, though they may be saving together. Who wants an agent
+starts torchrun, which works too (docs/scaling.md).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +22,10 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from pytorch_lightning import Trainer
-from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from imagegen.core.errors import UserError
 from imagegen.core.overrides import quote
+from imagegen.training.lightning_fixes import ScriptLauncher, use_launcher
 from imagegen.training.stopping import TOGETHER
 
 _LOOK_SECONDS = 1.0
@@ -38,7 +44,7 @@ _FIRST = "IMAGEGEN_FIRST_PROCESS"
 """Environment variable that tells the others the number of the process that started them."""
 
 
-class Launcher(_SubprocessScriptLauncher):
+class Launcher(ScriptLauncher):
     """As Lightning's launcher of scripts, with other arguments and another end.
 
     Lightning starts the others with the arguments in `sys.argv`, which in a sweep are those of the
@@ -51,7 +57,7 @@ class Launcher(_SubprocessScriptLauncher):
         arguments: what `imagegen train` is started with.
     """
 
-    def __init__(self, theirs: _SubprocessScriptLauncher, arguments: Sequence[str]) -> None:
+    def __init__(self, theirs: ScriptLauncher, arguments: Sequence[str]) -> None:
         super().__init__(theirs.cluster_environment, theirs.num_processes, theirs.num_nodes)
         self.arguments = list(arguments)
         self._over = threading.Event()
@@ -138,12 +144,12 @@ def further_processes(
             first one, which tells the user.
     """
     theirs = trainer.strategy.launcher
-    if not isinstance(theirs, _SubprocessScriptLauncher):
+    if not isinstance(theirs, ScriptLauncher):
         yield
         return
     own = [*_config_dir(), *overrides] if multirun else sys.argv[1:]
     launcher = Launcher(theirs, _arguments(own, folder))
-    trainer.strategy._launcher = launcher
+    use_launcher(trainer, launcher)
     environment = dict(os.environ)
     try:
         yield

@@ -14,15 +14,23 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
 
+from imagegen.core.build import build
 from imagegen.core.errors import UserError
 from imagegen.core.machine import training_precision
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from imagegen.core.values import plain
+from imagegen.data.base import ImageDataset
+from imagegen.data.datamodule import ImageDataModule
+from imagegen.model.transformer import ImageTransformer
+from imagegen.training.lightning_fixes import quiet_lightning
+from imagegen.training.model_options import model_options
+from imagegen.training.module import ImageModule
+from imagegen.training.optimizers import optimizer_factory
 
 STEPS = 100
 LEAST, MOST = 1e-5, 0.3
@@ -73,6 +81,29 @@ def steepest(
     return found, found[best][0] if slopes[best] < 0 else None
 
 
+class _Record(Callback):
+    """Keeps the rate and the loss of each step, until one is no number."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, float] = {}
+        self.losses: dict[int, float] = defaultdict(float)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.step = trainer.global_step
+        self.rates[self.step] = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Lightning divides it by the number of batches that a step takes.
+        self.losses[self.step] += float(outputs["loss"])
+        if not math.isfinite(self.losses[self.step]):
+            del self.losses[self.step]
+            trainer.should_stop = True
+
+
 def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
     """(learning rate, smoothed loss) of the steps, and the rates suggested by their names.
 
@@ -82,47 +113,9 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
     Raises:
         UserError: for what cannot be trained, or where no rate stands out.
     """
-    from omegaconf import OmegaConf
-    from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-
-    from imagegen.core.build import build
-    from imagegen.data.base import ImageDataset
-    from imagegen.data.datamodule import ImageDataModule
-    from imagegen.model.transformer import ImageTransformer
-    from imagegen.training.model_options import model_options
-    from imagegen.training.module import ImageModule
-    from imagegen.training.run import optimizer_factory, quiet_lightning
-
-    class Record(Callback):
-        """Keeps the rate and the loss of each step, until one is no number."""
-
-        def __init__(self) -> None:
-            self.rates: dict[int, float] = {}
-            self.losses: dict[int, float] = defaultdict(float)
-
-        def on_train_batch_start(
-            self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-        ) -> None:
-            self.step = trainer.global_step
-            self.rates[self.step] = trainer.optimizers[0].param_groups[0]["lr"]
-
-        def on_train_batch_end(
-            self,
-            trainer: Trainer,
-            pl_module: LightningModule,
-            outputs: Any,
-            batch: Any,
-            batch_idx: int,
-        ) -> None:
-            # Lightning divides it by the number of batches that a step takes.
-            self.losses[self.step] += float(outputs["loss"])
-            if not math.isfinite(self.losses[self.step]):
-                del self.losses[self.step]
-                trainer.should_stop = True
-
     quiet_lightning()
-    sections = {key: cfg[key] for key in ("dataset", "model", "attention", "head", "trainer")}
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(sections), resolve=True)  # type: ignore[assignment]
+    names = ("dataset", "model", "attention", "head", "trainer")
+    config = plain(OmegaConf.create({name: cfg[name] for name in names}))
     seed_everything(cfg.seed, workers=True, verbose=False)
     dataset = build(config["dataset"], ImageDataset)
     model = ImageTransformer.from_options(dataset.spec, **model_options(config, dataset))
@@ -135,10 +128,21 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
         )
     module = ImageModule(model, factory, Growing(LEAST / own["lr"], MOST / own["lr"]))
     data = ImageDataModule(dataset, cfg.batch_size, cfg.seed)
-    record = Record()
+    record = _Record()
+    _train(module, data, record, config["trainer"])
+    rates = [record.rates[step] for step in record.losses]
+    found, best = steepest(rates, list(record.losses.values()))
+    if best is None:
+        raise UserError("no learning rate stands out; try a larger batch_size.")
+    return found, {name: rate * best / own["lr"] for name, rate in own.items()}
+
+
+def _train(
+    module: ImageModule, data: ImageDataModule, record: _Record, options: Mapping[str, Any]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            **_relevant(config["trainer"]),
+            **_relevant(options),
             logger=False,
             callbacks=[record],
             enable_checkpointing=False,
@@ -151,11 +155,6 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
             default_root_dir=folder,
         )
         trainer.fit(module, datamodule=data)
-    rates = [record.rates[step] for step in record.losses]
-    found, best = steepest(rates, list(record.losses.values()))
-    if best is None:
-        raise UserError("no learning rate stands out; try a larger batch_size.")
-    return found, {name: rate * best / own["lr"] for name, rate in own.items()}
 
 
 def _relevant(trainer: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,15 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.plugins import MixedPrecision
-from pytorch_lightning.plugins.precision import Precision
-from pytorch_lightning.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torchmetrics import MeanMetric
 
 from imagegen.core.errors import UserError
 from imagegen.data.loading import Batch
 from imagegen.model.transformer import ImageTransformer
+from imagegen.training.lightning_fixes import clip_gradients, step
 from imagegen.training.optimizers import OptimizerFactory, build_optimizer
 from imagegen.training.schedules import TrainingProgress
 
@@ -96,20 +94,8 @@ class ImageModule(LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
-        """One step, whose gradients are unscaled before anything looks at them or clips them.
-
-        Lightning leaves that to an optimizer which does it in its own step, as fused ones do; told
-        by the gradient scaler that it is done, the optimizer does not do it again.
-        """
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-
-        def closure() -> Any:
-            loss = optimizer_closure()
-            if scaler is not None and _unscales(optimizer.optimizer):
-                scaler.unscale_(optimizer.optimizer)
-            return loss
-
-        optimizer.step(closure=closure)
+        """One step, whose gradients are unscaled before anything looks at them or clips them."""
+        step(self.trainer, optimizer, optimizer_closure)
 
     def configure_gradient_clipping(
         self,
@@ -117,16 +103,8 @@ class ImageModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Any = None,
     ) -> None:
-        """Clip in mixed precision too where the optimizer is a fused one.
-
-        Lightning refuses that (its issue 21435), because it would clip scaled gradients.
-        """
-        plugin = self.trainer.precision_plugin
-        if gradient_clip_val and _unscales(optimizer) and isinstance(plugin, MixedPrecision):
-            algorithm = gradient_clip_algorithm or GradClipAlgorithmType.NORM
-            Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        """Clip, in mixed precision too where the optimizer is a fused one."""
+        clip_gradients(self, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped with it.
@@ -185,8 +163,3 @@ class ImageModule(LightningModule):
         for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in groups]
-
-
-def _unscales(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides gradients by the scale of a loss itself."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

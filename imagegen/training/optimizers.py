@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
+
+from imagegen.core.build import build_section
+from imagegen.core.errors import UserError
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -21,3 +25,19 @@ def build_optimizer(factory: OptimizerFactory, model: nn.Module) -> torch.optim.
     """
     names = getattr(getattr(factory, "func", factory), "wants_names", False)
     return factory(model.named_parameters() if names else model.parameters())
+
+
+def optimizer_factory(cfg: DictConfig, model: nn.Module) -> OptimizerFactory:
+    """The optimizer's factory, tried once, so that bad settings are refused before a run begins."""
+    factory: OptimizerFactory = build_section(cfg.optimizer, "optimizer", Callable)
+    try:
+        optimizer = build_optimizer(factory, model)
+    # Settings of all kinds meet foreign code here.
+    except Exception as error:
+        raise UserError(f"the optimizer refuses its settings: {error}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer._target_={cfg.optimizer.get('_target_')} is no optimizer of PyTorch; "
+            "choose one, such as torch.optim.AdamW."
+        )
+    return factory

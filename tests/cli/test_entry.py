@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 import imagegen
 from imagegen.cli import entry as cli
-from imagegen.cli.messages import describe
+from imagegen.cli.messages import sentence_for
 from imagegen.core.errors import UserError
 
 CONF = {
@@ -487,16 +487,16 @@ def test_causes_are_found() -> None:
     misconfiguration = type("MisconfigurationException", (Exception,), {})
     outer = InstantiationException("Error in call to target")
     outer.__cause__ = misconfiguration("No supported gpu backend found!")
-    assert "trainer=cpu" in str(describe(outer))
+    assert "trainer=cpu" in str(sentence_for(outer))
     outer.__cause__ = UserError("mend it.")
-    assert describe(outer) == "mend it."
+    assert sentence_for(outer) == "mend it."
     outer.__cause__ = KeyError("a bug")
-    assert describe(outer) is None
-    assert describe(PermissionError(13, "Permission denied", "x")) == (
+    assert sentence_for(outer) is None
+    assert sentence_for(PermissionError(13, "Permission denied", "x")) == (
         "cannot use x: permission denied."
     )
-    assert describe(FileNotFoundError(2, "no such file", "x")) is None
-    assert "full" in str(describe(RuntimeError("PytorchStreamWriter failed writing file")))
+    assert sentence_for(FileNotFoundError(2, "no such file", "x")) is None
+    assert "full" in str(sentence_for(RuntimeError("PytorchStreamWriter failed writing file")))
 
 
 def test_nothing_heavy_is_imported(project: Path) -> None:

@@ -93,6 +93,7 @@ class TestMetricsFile:
         from lightning_utilities.core.rank_zero import rank_zero_only
 
         monkeypatch.setattr(rank_zero_only, "rank", 1)
+        monkeypatch.setenv("RANK", "1")
         for logger in build_loggers(WANDB, tmp_path, CONFIG):
             logger.log_metrics({"loss": 1}, 0)
         close_loggers(build_loggers(None, tmp_path, CONFIG))

@@ -30,11 +30,11 @@ from imagegen.data.digits import Digits
 from imagegen.evaluation import scores as evaluate
 from imagegen.model.transformer import ImageTransformer
 from imagegen.training import learning_rate as find_lr
+from imagegen.training.lightning_fixes import quiet_lightning
 from imagegen.training.model_options import model_options
 from imagegen.training.module import ImageModule
 from imagegen.training.normalizer_watch import METRIC
 from imagegen.training.optimizers import build_optimizer
-from imagegen.training.run import quiet_lightning
 from tests.helpers import read_images, run_train, sample, tiny_model
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")

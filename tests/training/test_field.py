@@ -16,9 +16,9 @@ from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from imagegen.cli.entry import at_home
+from imagegen.core.build import build_section
 from imagegen.core.errors import UserError
 from imagegen.data.image_folder import ImageFolder
-from imagegen.training.run import made
 from tests.helpers import SMALL, run_train
 
 
@@ -84,7 +84,7 @@ def test_refused_before_a_run(
 def test_time_between_checkpoints() -> None:
     options = {"_target_": "pytorch_lightning.callbacks.ModelCheckpoint"}
     node = {**options, "train_time_interval": "00:00:30:00"}
-    checkpoint = made(node, "callbacks.last", ModelCheckpoint)
+    checkpoint = build_section(node, "callbacks.last", ModelCheckpoint)
     assert checkpoint._train_time_interval.total_seconds() == 1800
 
 

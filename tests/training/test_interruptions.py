@@ -36,13 +36,13 @@ OPTIONS = [
 CHILD = """
 import json, os, signal, sys
 import imagegen.core.errors, train
-from imagegen.training import callbacks, checkpoint_callbacks, module, run
+from imagegen.training import callbacks, checkpoint_callbacks, module, train as training
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def arm(where, passes):
-    step, write = module.ImageModule.training_step, run.write_atomic
+    step, write = module.ImageModule.training_step, training.write_atomic
     seen = 0
     stepped = callbacks.Rates.on_train_batch_end
 
@@ -69,7 +69,7 @@ def arm(where, passes):
         write(path, data, **options)
 
     module.ImageModule.training_step = training_step
-    run.write_atomic = checkpoint_callbacks.write_atomic = write_atomic
+    training.write_atomic = checkpoint_callbacks.write_atomic = write_atomic
     callbacks.Rates.on_train_batch_end = on_train_batch_end
 
 for text in sys.argv[1:]:

@@ -149,12 +149,12 @@ def _serve(connection: Connection, job: Job) -> None:
         return
     except Exception as error:
         from imagegen.cli.entry import debugging
-        from imagegen.cli.messages import describe
+        from imagegen.cli.messages import sentence_for
 
         if debugging():
             raise
         first = (str(error).splitlines() or [""])[0]
-        reason = describe(error) or f"{type(error).__name__}: {first}"
+        reason = sentence_for(error) or f"{type(error).__name__}: {first}"
         connection.send(_Failure(reason.rstrip(".")))
 
 

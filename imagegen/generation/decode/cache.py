@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from imagegen.core.installation import PACKAGE
+
 _SOURCES = Path(__file__).parent
-_PACKAGE = _SOURCES.parents[1]
 _CONSTANTS = ("attention/delta.py", "heads/mixture_of_logistics.py")
 """Modules elsewhere in the package with numbers that are compiled into the loops."""
 _PREFIX = "compiled-"
@@ -36,7 +37,7 @@ def cache_folder() -> Path:
         OSError: where not even a temporary folder can be made.
     """
     digest = hashlib.sha256()
-    for path in [*sorted(_SOURCES.glob("*.py")), *(_PACKAGE / name for name in _CONSTANTS)]:
+    for path in [*sorted(_SOURCES.glob("*.py")), *(PACKAGE / name for name in _CONSTANTS)]:
         digest.update(path.read_bytes())
     name = _PREFIX + digest.hexdigest()[:16]
     for parent in _parents():

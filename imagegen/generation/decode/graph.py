@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
-from imagegen.core.errors import UserError
+from imagegen.core.errors import UserError, first_line
 from imagegen.generation.decode import Decoder
 from imagegen.generation.decode.waiting import no_waiting
 from imagegen.heads.controls import Controls
@@ -240,7 +240,7 @@ def _graph(
         raise
     except RuntimeError as error:
         raise UserError(
-            f"recording a step of this model as a CUDA graph failed: {_line(error)}; "
+            f"recording a step of this model as a CUDA graph failed: {first_line(error)}; "
             f"PyTorch cannot use the GPU safely after that, so set {_SWITCH}=0 and run this again."
         ) from error
     finally:
@@ -283,10 +283,5 @@ def _cannot(make: Callable[[], _Recorded], device: torch.device) -> str | None:
                 step.replay()
     # A mechanism may raise anything where its position is a tensor.
     except Exception as error:
-        return f"a step cannot be recorded: {_line(error)}"
+        return f"a step cannot be recorded: {first_line(error)}"
     return None
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from imagegen.commands.runs import main
-from imagegen.tracking.runs import find_runs, sort_runs
+from imagegen.tracking.runs_table import find_runs, sort_runs
 from imagegen.training.run_folder import claim_run_folder
 from imagegen.training.summary import say_result
 

@@ -18,12 +18,12 @@ from pytorch_lightning import Callback
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.checkpoint.training_data import build_dataset
 from imagegen.cli.entry import compose
-from imagegen.core.build import check_section
+from imagegen.core.build import build_section, check_section
 from imagegen.core.durations import parse_duration
 from imagegen.core.errors import UserError
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.data.digits import Digits
-from imagegen.training.run import made, optimizer_factory
+from imagegen.training.optimizers import optimizer_factory
 from tests.helpers import SMALL, Interrupt, read_rows, read_weights, run_train, tiny_model
 
 FOLDER = {"_target_": "imagegen.data.image_folder.ImageFolder", "size": [4, 4]}
@@ -298,11 +298,13 @@ def _section(name: str, **changed: Any) -> dict[str, Any]:
             "trainer takes num_sanity_val_steps as a whole number",
         ),
         (
-            lambda: made({**_section("callbacks")["ema"], "decay": "x"}, "callbacks.ema", Callback),
+            lambda: build_section(
+                {**_section("callbacks")["ema"], "decay": "x"}, "callbacks.ema", Callback
+            ),
             "callbacks.ema takes decay as a number or null, not 'x'",
         ),
         (
-            lambda: made(
+            lambda: build_section(
                 {**_section("callbacks")["best"], "filename": 0.5}, "callbacks.best", Callback
             ),
             "callbacks.best takes filename as a word or null, not 0.5",
@@ -338,5 +340,5 @@ def test_settings_that_are_checked_by_themselves(
 
 def test_optimizers_are_given_plain_lists() -> None:
     """PyTorch 2.9 keeps them as they are, and of OmegaConf's no checkpoint could be read."""
-    factory = made(compose("train").optimizer, "optimizer", Callable)
+    factory = build_section(compose("train").optimizer, "optimizer", Callable)
     assert type(factory.keywords["betas"]) is list
