@@ -185,7 +185,7 @@ def checks(device: str, out: Path, gpus: int) -> list[Check]:
         return python("sample.py", ckpt, f"device={on}", f"out={out / name}", *options)
 
     def module(words: str, *options: str) -> list[str]:
-        return python("-m", *f"imagegen.{words}".split(), f"device={device}", *options)
+        return python("-m", "imagegen", *words.split(), f"device={device}", *options)
 
     def benchmark(words: str, name: str, *options: str) -> list[str]:
         if gpu:
@@ -249,8 +249,8 @@ def checks(device: str, out: Path, gpus: int) -> list[Check]:
             "codec",
             35,
             [
-                module("codec compress", ckpt, "limit=2", f"out={packed}"),
-                module("codec decompress", ckpt, f"file={packed}", f"out={out / 'unpacked'}"),
+                module("compress", ckpt, "limit=2", f"out={packed}"),
+                module("decompress", ckpt, f"file={packed}", f"out={out / 'unpacked'}"),
             ],
             lambda output: _line_with("bytes", output),
         ),

@@ -150,10 +150,10 @@ from imagegen.checkpoint import provenance
 for typed in {rest!r}:
     sys.argv = ["imagegen", *typed]
     assert commands.main() == 0, typed
-from imagegen.commands.benchmark.mechanisms import choose
+from imagegen.commands.benchmark.contestants import choose_mechanisms
 from imagegen.data.base import data_folder
 from imagegen.cli.resume import rewrite_resume
-assert choose(["linear"])[0].config["_target_"].endswith("LinearAttention")
+assert choose_mechanisms(["linear"])[0].config["_target_"].endswith("LinearAttention")
 print(data_folder(), *rewrite_resume(["resume=latest"]), provenance.commit(), sep="\\n")
 """
     done = python("-c", program)

@@ -140,7 +140,7 @@ def load_average() -> list[float] | None:
 def heading(name: str, device: torch.device, threads: int) -> dict[str, Any]:
     """The entries that every result starts with."""
     from imagegen.checkpoint.provenance import commit, versions
-    from imagegen.commands.benchmark.memory import meter_for
+    from imagegen.commands.benchmark.worker import meter_for
     from imagegen.core.machine import describe
 
     meter = meter_for(device)
@@ -154,6 +154,59 @@ def heading(name: str, device: torch.device, threads: int) -> dict[str, Any]:
         **versions(),
         "commit": commit(),
     }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A machine on which whole models are measured at several batch sizes.
+
+    Attributes:
+        head: entries that the result starts with, found before the work, whose load would be in
+            them.
+        threads: PyTorch's.
+        room: bytes that a measurement may need, half of the memory; None where it is unknown.
+        plan: how often and how long to measure.
+    """
+
+    head: dict[str, Any]
+    threads: int
+    room: int | None
+    plan: Plan
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        common: Common,
+        batch_sizes: tuple[int, ...],
+        device: torch.device,
+        **plan: Any,
+    ) -> Bench:
+        """Look at the machine.
+
+        Args:
+            name: of the sub-command.
+            plan: more of `Plan`.
+        """
+        import torch
+
+        threads = common.threads or torch.get_num_threads()
+        head = heading(name, device, threads)
+        room = half_of_memory(head["machine"], device)
+        return cls(
+            {**head, "seed": common.seed},
+            threads,
+            room,
+            Plan(
+                batch_sizes,
+                common.repeats,
+                common.budget,
+                common.time_limit,
+                memory_bytes=(room or 0) if device.type == "cpu" else 0,
+                larger="larger batches",
+                **plan,
+            ),
+        )
 
 
 def measured_points(

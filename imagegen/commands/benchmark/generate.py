@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from imagegen.cli.entry import hydra_entry
 from imagegen.commands.benchmark.common import (
+    Bench,
     Common,
     ascending,
-    half_of_memory,
-    heading,
     known_bytes,
     measured_points,
     publish,
@@ -21,9 +20,9 @@ from imagegen.commands.benchmark.common import (
     too_much,
 )
 from imagegen.commands.benchmark.contestants import DRAWERS, Drawer, choose_contestants
-from imagegen.commands.benchmark.positions import positions_of, seconds_together
 from imagegen.commands.benchmark.setting import FLOAT, Costs, Setting
 from imagegen.core import values as opt
+from imagegen.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -99,30 +98,21 @@ def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
     Raises:
         UserError: where nothing could be measured.
     """
-    import torch
-
     from imagegen.commands.benchmark.generation_step import GenerationStep
-    from imagegen.commands.benchmark.measure import Plan
     from imagegen.commands.benchmark.worker import Worker
 
     common, costs = options.common, options.costs
-    threads = common.threads or torch.get_num_threads()
-    # Before the work, whose load would be in it.
-    head = heading("generate", device, threads)
-    room = half_of_memory(head["machine"], device)
-    plan = Plan(
+    bench = Bench.of(
+        "generate",
+        common,
         options.batch_sizes,
-        common.repeats,
-        common.budget,
-        common.time_limit,
-        memory_bytes=(room or 0) if device.type == "cpu" else 0,
+        device,
         guess_bytes=3 * max(costs.state_bytes(name) for name in ("linear", "softmax")),
         unit="images at a time",
-        larger="larger batches",
         work="the job",
     )
     started = perf_counter()
-    ceilings = ceilings_of(threads, str(device), common.repeats)
+    ceilings = ceilings_of(bench.threads, str(device), common.repeats)
 
     def start(name: str, batch_size: int) -> Worker:
         return Worker(
@@ -133,7 +123,7 @@ def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
                 options.positions,
                 options.steps,
                 options.piece,
-                threads,
+                bench.threads,
                 str(device),
             )
         )
@@ -142,12 +132,11 @@ def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
         expected = _expected_seconds(points, batch_size, options)
         size = _expected_bytes(options.contestants[name], batch_size, options)
         size = max(size, known_bytes(points, batch_size) or 0)
-        return too_much(expected, common.time_limit, size, room)
+        return too_much(expected, common.time_limit, size, bench.room)
 
-    points = measured_points(list(options.contestants), plan, start, refuse)
+    points = measured_points(list(options.contestants), bench.plan, start, refuse)
     return {
-        **head,
-        "seed": common.seed,
+        **bench.head,
         "seconds": perf_counter() - started,
         "model": options.setting.describe(),
         "sentence": options.setting.sentence(),
@@ -157,7 +146,7 @@ def measured(options: GenerateOptions, device: torch.device) -> dict[str, Any]:
         "positions": list(options.positions),
         "steps": options.steps,
         "piece": options.piece,
-        "plan": {**asdict(plan), "lengths": list(plan.lengths)},
+        "plan": bench.plan.to_dict(),
         "contestants": [
             entry(name, options, points[name], ceilings) for name in options.contestants
         ],
@@ -185,13 +174,11 @@ def entry(
 def _batch(
     drawer: Drawer, options: GenerateOptions, point: Point, ceilings: Mapping[str, float]
 ) -> dict[str, Any]:
-    from imagegen.commands.benchmark.report import plain_step
-
     costs, batch = options.costs, point.length
     result: dict[str, Any] = {
         "batch_size": batch,
         "images_per_second": None,
-        "repeats": [plain_step(step) for step in point.steps],
+        "repeats": [step.to_dict() for step in point.steps],
         "not_measured": point.reason,
     }
     if not point.steps:
@@ -258,6 +245,48 @@ def _expected_bytes(drawer: Drawer, batch_size: int, options: GenerateOptions) -
     # The compiled loop has copies of its own; all others have one layer twice for a moment.
     copies = 3 if drawer.form == "compiled" else 2
     return copies * batch_size * costs.state_bytes(drawer.attention)
+
+
+def positions_of(value: object, steps: int, length: int) -> tuple[int, ...]:
+    """First steps of the timed pieces, ascending: numbers, `middle` and `last`.
+
+    Raises:
+        UserError: for other words, and for pieces that an image has no room for.
+    """
+    last = length - 1 - steps
+    if last < 0:
+        raise UserError(f"steps={steps}, but an image has {length}; choose at most {length - 1}.")
+    words = {"last": last, "middle": last // 2}
+    values = opt.as_list(value)
+    found = set()
+    for one in [value] if values is None else values:
+        number = words.get(str(one), one)
+        if isinstance(number, str):
+            raise UserError(f"positions holds {one}; it takes numbers, middle and last.")
+        found.add(opt.whole_number(number, "positions", 0, last))
+    if not found:
+        raise UserError("positions is an empty list; such as positions=[10,middle,last].")
+    return tuple(sorted(found))
+
+
+def seconds_together(
+    positions: Sequence[int], seconds: Sequence[float], steps: int, length: int
+) -> float:
+    """Seconds for all steps of a batch, from those of a step at a few positions.
+
+    Between the middles of the pieces a step's time is taken to be linear in its position (the
+    trapezoid rule), before the first and behind the last to be constant.
+
+    Args:
+        positions: first steps of the pieces, ascending.
+        seconds: of a step of each piece.
+        steps: of a piece.
+        length: of an image.
+    """
+    import numpy as np
+
+    middles = np.array(positions) + (steps + 1) / 2
+    return float(np.interp(np.arange(length), middles, np.array(seconds)).sum())
 
 
 @hydra_entry("benchmark_generate")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from imagegen.commands.benchmark.worker import Measured, WorkerFailed
 
@@ -53,6 +53,10 @@ class Plan:
     unit: str = "positions"
     larger: str = "longer lengths"
     work: str = "a step"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is written to JSON."""
+        return {**asdict(self), "lengths": list(self.lengths)}
 
 
 @dataclass

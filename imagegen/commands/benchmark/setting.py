@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from imagegen.commands.benchmark.mechanisms import choose
+from imagegen.commands.benchmark.contestants import choose_mechanisms
 from imagegen.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Setting:
         from imagegen.core.spec import ImageSpec
         from imagegen.model.transformer import ImageTransformer
 
-        (mechanism,) = choose(attention)
+        (mechanism,) = choose_mechanisms(attention)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed % 2**63)
             spec = ImageSpec.from_dict(self.spec)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from imagegen.cli.entry import hydra_entry
 from imagegen.commands.benchmark.common import (
+    Bench,
     Common,
     ascending,
-    half_of_memory,
-    heading,
     known_bytes,
     measured_points,
     publish,
+    ratio,
     spread,
     too_much,
 )
 from imagegen.commands.benchmark.contestants import TRAINERS, Trainer, choose_contestants
 from imagegen.commands.benchmark.setting import FLOAT, Costs, Setting
+from imagegen.commands.benchmark.tables import digits, not_measured, ranged, rows, where
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 
@@ -78,8 +79,6 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: for anything that cannot be; then nothing is written.
     """
-    from imagegen.commands.benchmark.train_report import markdown
-
     options = TrainOptions.from_config(opt.plain(config))
     device = opt.resolve_device(options.common.device)
     return publish(
@@ -100,28 +99,20 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
     Raises:
         UserError: where nothing could be measured.
     """
-    import torch
-
-    from imagegen.commands.benchmark.measure import Plan
-    from imagegen.commands.benchmark.model_step import CLIP, ModelStep
+    from imagegen.commands.benchmark.training_step import CLIP, ModelStep
     from imagegen.commands.benchmark.worker import Worker
     from imagegen.core.machine import has_bf16
 
     common = options.common
-    threads = common.threads or torch.get_num_threads()
-    # Before the work, whose load would be in it.
-    head = heading("train", device, threads)
-    room, bf16 = half_of_memory(head["machine"], device), has_bf16(device)
-    plan = Plan(
+    bench = Bench.of(
+        "train",
+        common,
         options.batch_sizes,
-        common.repeats,
-        common.budget,
-        common.time_limit,
-        memory_bytes=(room or 0) if device.type == "cpu" else 0,
+        device,
         guess_bytes=_GUESS,
         unit="images a step",
-        larger="larger batches",
     )
+    bf16 = has_bf16(device)
 
     def start(name: str, batch_size: int) -> Worker:
         return Worker(
@@ -130,7 +121,7 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
                 options.setting,
                 options.optimizer,
                 batch_size,
-                threads,
+                bench.threads,
                 str(device),
             )
         )
@@ -143,13 +134,12 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
         size = known_bytes(points, batch_size)
         if size is None:
             size = batch_size * expected_bytes(options.contestants[name], options)
-        return too_much(expected, common.time_limit, size, room)
+        return too_much(expected, common.time_limit, size, bench.room)
 
     started = perf_counter()
-    points = measured_points(list(options.contestants), plan, start, refuse)
+    points = measured_points(list(options.contestants), bench.plan, start, refuse)
     return {
-        **head,
-        "seed": common.seed,
+        **bench.head,
         "seconds": perf_counter() - started,
         "model": options.setting.describe(),
         "sentence": options.setting.sentence(),
@@ -157,7 +147,7 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
         "length": options.costs.length,
         "optimizer": options.optimizer,
         "gradient_clip_val": CLIP,
-        "plan": {**asdict(plan), "lengths": list(plan.lengths)},
+        "plan": bench.plan.to_dict(),
         "contestants": [
             {"name": name, **asdict(trainer), "batches": [_batch(each) for each in points[name]]}
             for name, trainer in options.contestants.items()
@@ -166,15 +156,13 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
 
 
 def _batch(point: Point) -> dict[str, Any]:
-    from imagegen.commands.benchmark.report import plain_step
-
     seconds = [step.seconds for step in point.steps]
     return {
         "batch_size": point.length,
         "seconds_a_step": spread(seconds) if seconds else None,
         "images_per_second": spread([point.length / each for each in seconds]) if seconds else None,
         "peak_bytes": point.peak_bytes,
-        "repeats": [plain_step(step) for step in point.steps],
+        "repeats": [step.to_dict() for step in point.steps],
         "not_measured": point.reason,
     }
 
@@ -188,6 +176,68 @@ def expected_bytes(trainer: Trainer, options: TrainOptions) -> float:
     return (
         FLOAT * costs.length * (a_position + (4 * pairs if trainer.attention == "softmax" else 0))
     )
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Seconds, images a second, memory and ratios, with what one needs to read them."""
+    contestants = result["contestants"]
+    batch_sizes = result["plan"]["lengths"]
+    optimizer = str(result["optimizer"]["_target_"]).rpartition(".")[2]
+
+    def table(cell: Callable[[Mapping[str, Any]], str]) -> list[str]:
+        head = ["images a step", *(f"{size:,}" for size in batch_sizes)]
+        return rows([head, *([one["title"], *map(cell, one["batches"])] for one in contestants)])
+
+    lines = [
+        "# A training step",
+        "",
+        f"{result['sentence']}; {result['length']:,} positions, random images; {where(result)}",
+        "",
+        "Forward and backward pass, gradients clipped to a norm of "
+        f"{result['gradient_clip_val']:g}, {optimizer}. Median of up to "
+        f"{result['plan']['repeats']} steps after one that warms up, contestants in turn (least to "
+        "most in brackets).",
+        "",
+        "## Seconds a step",
+        "",
+        *table(lambda batch: ranged(batch["seconds_a_step"])),
+        "",
+        "## Images a second",
+        "",
+        *table(lambda batch: ranged(batch["images_per_second"])),
+        "",
+        "## How many times as long as the first row",
+        "",
+        "The widest range that the repeats allow in brackets.",
+        "",
+        *table(lambda batch: _times(batch, contestants[0]["batches"])),
+        "",
+        "## Peak memory, MiB",
+        "",
+        "Above the process with its weights, gradients and optimizer; a process for each number; "
+        f"{result['memory_meter']}.",
+        "",
+        *table(lambda batch: _mebibytes(batch["peak_bytes"])),
+    ]
+    lines += not_measured(
+        (one["title"], batch["batch_size"], batch["not_measured"])
+        for one in contestants
+        for batch in one["batches"]
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _times(batch: Mapping[str, Any], first: Sequence[Mapping[str, Any]]) -> str:
+    (base,) = (one for one in first if one["batch_size"] == batch["batch_size"])
+    if not (batch["seconds_a_step"] and base["seconds_a_step"]):
+        return "–"
+    if batch is base:
+        return "1"
+    return "×" + ranged(ratio(batch["seconds_a_step"], base["seconds_a_step"]))
+
+
+def _mebibytes(size: int | None) -> str:
+    return "–" if size is None else digits(size / 2**20)
 
 
 @hydra_entry("benchmark_train")

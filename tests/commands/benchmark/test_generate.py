@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from imagegen.cli.entry import compose
-from imagegen.commands.benchmark import generate, generation_step, plot
+from imagegen.commands.benchmark import common, generate, generation_step, plot
 from imagegen.commands.benchmark.common import ratio, spread, too_much
 from imagegen.commands.benchmark.contestants import DRAWERS, Drawer
-from imagegen.commands.benchmark.generate import run
+from imagegen.commands.benchmark.generate import positions_of, run, seconds_together
 from imagegen.commands.benchmark.generate_report import markdown
 from imagegen.commands.benchmark.generation_step import Ceilings, GenerationStep
-from imagegen.commands.benchmark.positions import positions_of, seconds_together
 from imagegen.commands.benchmark.setting import Costs, Setting
 from imagegen.commands.benchmark.tables import ranged
 from imagegen.core.errors import UserError
@@ -309,7 +308,7 @@ def test_what_does_not_fit_is_told_in_the_table(
     monkeypatch.setattr(generate, "COPIED", 2**16)
     # The cache of a batch of two does not fit; that of one does.
     room = 3 * 2 * 4 * 2 * 16 * 784 / 2
-    monkeypatch.setattr(generate, "half_of_memory", lambda *_: int(room))
+    monkeypatch.setattr(common, "half_of_memory", lambda *_: int(room))
     chosen = ["contestants=[softmax_step]", "batch_sizes=[1,2]", f"out={tmp_path / 'out'}"]
     result = run(compose("benchmark_generate", [*SMALL, *chosen]))
     first, second = result["contestants"][0]["batches"]

@@ -16,14 +16,17 @@ import torch
 
 from imagegen.cli.entry import PROJECT_ROOT, compose
 from imagegen.commands.benchmark import plot
+from imagegen.commands.benchmark.contestants import choose_mechanisms, typed
 from imagegen.commands.benchmark.measure import Plan, Point, measure
-from imagegen.commands.benchmark.mechanisms import choose, typed
-from imagegen.commands.benchmark.memory import ResidentMemory, meter_for
-from imagegen.commands.benchmark.model_step import return_free_memory
-from imagegen.commands.benchmark.report import growth, markdown, tabled
-from imagegen.commands.benchmark.scaling import main
-from imagegen.commands.benchmark.training_step import TrainingStep, row_length
-from imagegen.commands.benchmark.worker import Measured, Worker, WorkerFailed
+from imagegen.commands.benchmark.scaling import growth, main, markdown, tabled
+from imagegen.commands.benchmark.training_step import TrainingStep, return_free_memory, row_length
+from imagegen.commands.benchmark.worker import (
+    Measured,
+    ResidentMemory,
+    Worker,
+    WorkerFailed,
+    meter_for,
+)
 from imagegen.core.errors import UserError
 
 SMALL = ["d_model=16", "n_heads=2", "lengths=[128,64]", "repeats=2", "threads=1", "device=cpu"]
@@ -171,7 +174,9 @@ def test_refusals_leave_nothing(
 def test_a_run_in_which_all_fails_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imagegen.commands.benchmark.scaling.check", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        "imagegen.commands.benchmark.scaling.check_mechanism", lambda *args, **kwargs: None
+    )
     wrong = "mechanisms=[{name:local,window:0}]"
     with pytest.raises(UserError, match=r"nothing could be measured: failed at 64: .*window=0"):
         main(compose("benchmark_scaling", [*SMALL, wrong, f"out={tmp_path / 'out'}"]))
@@ -179,7 +184,7 @@ def test_a_run_in_which_all_fails_writes_nothing(
 
 
 def test_all_mechanisms_are_measured_by_default() -> None:
-    names = [mechanism.name for mechanism in choose(None)]
+    names = [mechanism.name for mechanism in choose_mechanisms(None)]
     assert names[0] == "softmax"
     assert len(set(names)) == len(names)
     for name in (
@@ -194,7 +199,7 @@ def test_all_mechanisms_are_measured_by_default() -> None:
 
 
 def test_a_single_mechanism_and_its_options_as_typed() -> None:
-    (mechanism,) = choose({"name": "linear", "chunk_size": 16, "n_features": None})
+    (mechanism,) = choose_mechanisms({"name": "linear", "chunk_size": 16, "n_features": None})
     assert mechanism.name == "linear chunk_size=16 n_features=null"
     assert mechanism.config["_target_"] == "imagegen.attention.linear.LinearAttention"
     assert mechanism.config["chunk_size"] == 16

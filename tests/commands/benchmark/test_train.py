@@ -13,10 +13,9 @@ import torch
 from imagegen.cli.entry import compose
 from imagegen.commands.benchmark.common import ratio
 from imagegen.commands.benchmark.contestants import TRAINERS
-from imagegen.commands.benchmark.model_step import ModelStep
 from imagegen.commands.benchmark.setting import Setting
-from imagegen.commands.benchmark.train import run
-from imagegen.commands.benchmark.train_report import markdown
+from imagegen.commands.benchmark.train import markdown, run
+from imagegen.commands.benchmark.training_step import ModelStep
 from imagegen.core import machine
 from imagegen.core.errors import UserError
 from imagegen.core.values import plain
