@@ -189,7 +189,7 @@ def known_classes(metadata: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def class_numbers(
     metadata: Mapping[str, Any], dataset: ImageDataset
-) -> Int64[np.ndarray, "classes"]:
+) -> Int64[np.ndarray, " classes"]:
     """The numbers that a checkpoint's model gives to the classes of a data set, by their names.
 
     Args:
@@ -236,7 +236,7 @@ class Relabelled(ImageDataset):
     def __init__(
         self,
         dataset: ImageDataset,
-        numbers: Int64[np.ndarray, "classes"],
+        numbers: Int64[np.ndarray, " classes"],
         class_names: tuple[str, ...] | None,
     ) -> None:
         self.name, self.spec = dataset.name, dataset.spec
@@ -264,7 +264,7 @@ class Relabelled(ImageDataset):
         assert split.labels is not None  # class_numbers has refused a data set without
         return ImageSplit(split.images, self.numbers[split.labels])
 
-    def digests(self, which: str) -> Int64[np.ndarray, "n"]:
+    def digests(self, which: str) -> Int64[np.ndarray, " n"]:
         """As of the data set itself."""
         return self.dataset.digests(which)
 
@@ -297,7 +297,9 @@ def _split_by(metadata: Mapping[str, Any]) -> str | None:
     return str(dataset.get("split_by", POSITION))
 
 
-def _describe(dataset: ImageDataset, which: str, digests: Int64[np.ndarray, "n"]) -> dict[str, Any]:
+def _describe(
+    dataset: ImageDataset, which: str, digests: Int64[np.ndarray, " n"]
+) -> dict[str, Any]:
     labels, names = dataset.split(which).labels, dataset.class_names
     labelled = None
     if labels is not None and names is not None:
@@ -316,7 +318,7 @@ def _short(content: bytes) -> str:
 def _differences(
     kept: Mapping[str, Any],
     splits: Mapping[str, Mapping[str, Any]],
-    train: Int64[np.ndarray, "n"] | None,
+    train: Int64[np.ndarray, " n"] | None,
     labelled: bool,
 ) -> list[str]:
     """Sentences on how the splits differ from those that a checkpoint keeps.

@@ -39,7 +39,7 @@ class ImageSplit:
     """
 
     images: UInt8[np.ndarray, "n h w c"]
-    labels: Int64[np.ndarray, "n"] | None = None
+    labels: Int64[np.ndarray, " n"] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -87,7 +87,7 @@ class ImageDataset(ABC):
             UserError: where data are missing or broken, or `which` is not a split.
         """
 
-    def digests(self, which: str) -> Int64[np.ndarray, "n"]:
+    def digests(self, which: str) -> Int64[np.ndarray, " n"]:
         """`image_digests` of a split, in its order.
 
         Raises:
@@ -96,7 +96,7 @@ class ImageDataset(ABC):
         return image_digests(self.split(which).images)
 
 
-def image_digests(images: UInt8[np.ndarray, "n h w c"]) -> Int64[np.ndarray, "n"]:
+def image_digests(images: UInt8[np.ndarray, "n h w c"]) -> Int64[np.ndarray, " n"]:
     """64 bits of BLAKE2b of the levels of each image: equal for equal images of one shape.
 
     That two of a million different images share theirs has a probability of 3e-8.
@@ -117,7 +117,7 @@ def check_split_name(which: str) -> None:
 
 def hold_out(
     n: int, count: int, seed: int = SPLIT_SEED
-) -> tuple[Int64[np.ndarray, "rest"], Int64[np.ndarray, "count"]]:
+) -> tuple[Int64[np.ndarray, " rest"], Int64[np.ndarray, " count"]]:
     """Choose `count` of `n` images at random: (positions that stay, positions held out), sorted.
 
     The choice is a pure function of the arguments, on every machine and with every version of

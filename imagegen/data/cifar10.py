@@ -70,7 +70,7 @@ class CIFAR10(TorchvisionDataset):
 
     def _read(
         self, official_train: bool
-    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, "n"]]:
+    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, " n"]]:
         from torchvision.datasets.utils import check_integrity
 
         official = self._torchvision_class()

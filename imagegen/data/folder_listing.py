@@ -33,7 +33,7 @@ _SPLIT_FOLDERS = {
     "test": "test",
 }
 
-Rows = dict[str, Int64[np.ndarray, "_"]]
+Rows = dict[str, Int64[np.ndarray, " _"]]
 """Positions in a list of files, for each split, in rising order."""
 
 
@@ -61,7 +61,7 @@ class Listing:
     files: list[ImageFile]
     given: Rows
     class_names: tuple[str, ...] | None
-    labels: Int64[np.ndarray, "n"] | None
+    labels: Int64[np.ndarray, " n"] | None
     left_out: dict[str, int]
 
 
@@ -120,7 +120,7 @@ def cut_by_contents(
     given: Rows,
     val_fraction: float,
     test_fraction: float,
-    digests: UInt64[np.ndarray, "n"],
+    digests: UInt64[np.ndarray, " n"],
 ) -> Rows:
     """The splits, those that are not given cut from train by the files' contents.
 
@@ -228,7 +228,7 @@ def _rows(splits: Mapping[str, Sequence[int]]) -> Rows:
 
 def _classes(
     files: Sequence[ImageFile], level: int
-) -> tuple[tuple[str, ...] | None, Int64[np.ndarray, "n"] | None]:
+) -> tuple[tuple[str, ...] | None, Int64[np.ndarray, " n"] | None]:
     parts = [file.path.split("/") for file in files]
     if any(len(part) < level + 2 for part in parts):
         return None, None

@@ -33,8 +33,8 @@ class Cache(NamedTuple):
     """What the file holds; `images` is a read-only memory map."""
 
     images: UInt8[np.ndarray, "n h w c"]
-    digests: Int64[np.ndarray, "n"]
-    contents: UInt64[np.ndarray, "n"]
+    digests: Int64[np.ndarray, " n"]
+    contents: UInt64[np.ndarray, " n"]
 
 
 def open_cache(path: Path, shape: tuple[int, int, int, int]) -> Cache | None:
@@ -65,7 +65,7 @@ def build_cache(
     files: Sequence[Path],
     shape: tuple[int, int, int],
     convert: Callable[[Path], UInt8[np.ndarray, "h w c"]],
-    contents: UInt64[np.ndarray, "n"],
+    contents: UInt64[np.ndarray, " n"],
 ) -> None:
     """Convert `files`, in order, into one `.npy` file of uint8 "n h w c", and add the digests.
 
@@ -102,7 +102,7 @@ def _write(
     files: Sequence[Path],
     shape: tuple[int, int, int],
     convert: Callable[[Path], UInt8[np.ndarray, "h w c"]],
-    contents: UInt64[np.ndarray, "n"],
+    contents: UInt64[np.ndarray, " n"],
 ) -> None:
     # Written in order rather than into a memory map: a full disk is then an error, not a crash.
     part.write(_header((len(files), *shape)))

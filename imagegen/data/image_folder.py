@@ -129,7 +129,7 @@ class ImageFolder(ImageDataset):
             images[self._place(which)], None if labels is None else labels[self._rows[which]]
         )
 
-    def digests(self, which: str) -> Int64[np.ndarray, "n"]:
+    def digests(self, which: str) -> Int64[np.ndarray, " n"]:
         """`image_digests` of a split, as they were when the images were converted."""
         check_split_name(which)
         return self._cache().digests[self._place(which)]
@@ -150,14 +150,14 @@ class ImageFolder(ImageDataset):
             self._opened = open_cache(self._cache_file, shape)
         return self._opened
 
-    def _contents(self, paths: Sequence[Path]) -> UInt64[np.ndarray, "n"]:
+    def _contents(self, paths: Sequence[Path]) -> UInt64[np.ndarray, " n"]:
         """The first 64 bits of the SHA-256 of each file, which decide its split."""
         if self.split_by == POSITION:
             return np.zeros(len(paths), dtype=np.uint64)
         blocks = in_blocks("reading images", paths, lambda path: int(sha256_of(path)[:16], 16))
         return np.array([digest for block in blocks for digest in block], dtype=np.uint64)
 
-    def _share_out(self, contents: UInt64[np.ndarray, "n"]) -> Rows:
+    def _share_out(self, contents: UInt64[np.ndarray, " n"]) -> Rows:
         if self.split_by == POSITION:
             return cut_by_position(self.root, self._listing.given, *self.fractions)
         return cut_by_contents(self.root, self._listing.given, *self.fractions, contents)

@@ -36,7 +36,7 @@ class BatchDataset(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitems__(self, indices: Sequence[int] | Int64[np.ndarray, "b"]) -> Batch:
+    def __getitems__(self, indices: Sequence[int] | Int64[np.ndarray, " b"]) -> Batch:
         """The batch of these images."""
         rows = np.asarray(indices, dtype=np.int64)
         batch = {
@@ -47,7 +47,7 @@ class BatchDataset(Dataset[Batch]):
             batch["labels"] = torch.from_numpy(self.data.labels[rows])
         return batch
 
-    def __getitem__(self, index: int | Sequence[int] | Int64[np.ndarray, "b"]) -> Batch:
+    def __getitem__(self, index: int | Sequence[int] | Int64[np.ndarray, " b"]) -> Batch:
         """The batch of one image, or of several."""
         return self.__getitems__([index] if isinstance(index, int) else index)
 
@@ -205,7 +205,7 @@ class EvaluationShard(DistributedSampler[Int64[np.ndarray, "b"]]):
         count = -(-self.num_samples // batch_size)  # num_samples is the largest share
         self._batches = [batch for batch in np.array_split(share, count) if len(batch)]
 
-    def __iter__(self) -> Iterator[Int64[np.ndarray, "b"]]:
+    def __iter__(self) -> Iterator[Int64[np.ndarray, " b"]]:
         return iter(self._batches)
 
     def __len__(self) -> int:

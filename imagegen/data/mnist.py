@@ -57,7 +57,7 @@ class MNIST(TorchvisionDataset):
 
     def _read(
         self, official_train: bool
-    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, "n"]]:
+    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, " n"]]:
         prefix = "train" if official_train else "t10k"
         for name in self.files:
             if name.startswith(prefix):

@@ -99,7 +99,7 @@ class TorchvisionDataset(ImageDataset):
     @abstractmethod
     def _read(
         self, official_train: bool
-    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, "n"]]:
+    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, " n"]]:
         """Images and labels of torchvision's training or test set."""
 
     def _unpack(self) -> None:
@@ -119,7 +119,7 @@ class TorchvisionDataset(ImageDataset):
 
     def _checked(
         self, official_train: bool
-    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, "n"]]:
+    ) -> tuple[UInt8[np.ndarray, "n h w c"], Int64[np.ndarray, " n"]]:
         images, labels = self._read(official_train)
         least = 10 if official_train else 1  # a tenth is at least one validation image
         if images.shape[1:] != self.spec.shape or len(images) < least or len(images) != len(labels):

@@ -122,7 +122,7 @@ class Drawing:
         """Rows that an image takes: two with guidance, one with and one without its label."""
         return 1 if self.controls.guidance == 1 else 2
 
-    def labels_of(self, images: Sequence[int], rows: int) -> Int64[Tensor, "b"] | None:
+    def labels_of(self, images: Sequence[int], rows: int) -> Int64[Tensor, " b"] | None:
         """Labels of the images, repeated to fill the rows, then those of the second half.
 
         They are on the CPU.

@@ -73,7 +73,7 @@ class Decoder(ABC):
     def parameters(
         self,
         sequence: UInt8[np.ndarray, "b n s"],
-        labels: Int64[np.ndarray, "b"] | None = None,
+        labels: Int64[np.ndarray, " b"] | None = None,
     ) -> Float[np.ndarray, "b n p"]:
         """The distributions of all steps of known sequences, in the decoder's own arithmetic.
 
@@ -127,7 +127,7 @@ def choose_decoder(
 def parameters_as_drawn(
     model: ImageTransformer,
     sequence: UInt8[Tensor, "b n s"],
-    labels: Int64[Tensor, "b"] | None,
+    labels: Int64[Tensor, " b"] | None,
     precision: str,
 ) -> Float[Tensor, "b n p"]:
     """`ImageTransformer.parameters_of`, step by step in the arithmetic of the compiled loop.

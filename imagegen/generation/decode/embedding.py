@@ -29,7 +29,7 @@ class EmbeddingTables:
         place: a row for each position.
     """
 
-    lags: Int64[np.ndarray, "k"]
+    lags: Int64[np.ndarray, " k"]
     inside: Bool[np.ndarray, "n k"]
     table: Float[np.ndarray, "k s v_and_outside e"]
     place: Float[np.ndarray, "n e"]
@@ -109,7 +109,7 @@ def prediction_table(
 @torch.no_grad()
 def condition_tables(
     model: ImageTransformer,
-) -> tuple[Float[np.ndarray, "labels areas e"], Int64[np.ndarray, "n"]]:
+) -> tuple[Float[np.ndarray, "labels areas e"], Int64[np.ndarray, " n"]]:
     """What is added to the embedding for each label, and last for none, in each area.
 
     Returns:

@@ -118,7 +118,7 @@ class FusedDecoder(Decoder):
     def parameters(
         self,
         sequence: UInt8[np.ndarray, "b n s"],
-        labels: Int64[np.ndarray, "b"] | None = None,
+        labels: Int64[np.ndarray, " b"] | None = None,
     ) -> Float[np.ndarray, "b n p"]:
         """See `Decoder`."""
         count, length = sequence.shape[:2]

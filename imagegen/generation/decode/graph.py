@@ -123,7 +123,7 @@ class GraphDecoder(Decoder):
     def parameters(
         self,
         sequence: UInt8[np.ndarray, "b n s"],
-        labels: Int64[np.ndarray, "b"] | None = None,
+        labels: Int64[np.ndarray, " b"] | None = None,
     ) -> Float[np.ndarray, "b n p"]:
         """See `Decoder`; by PyTorch's own steps, which the graph repeats."""
         model = self.model

@@ -37,12 +37,12 @@ class Weights(NamedTuple):
     `mixers.Mixer`; `angles` are the cosines and sines of the positions.
     """
 
-    lags: Int64[np.ndarray, "k"]
+    lags: Int64[np.ndarray, " k"]
     inside: Bool[np.ndarray, "n k"]
     table: Float32[np.ndarray, "k s v e"]
     place: Float32[np.ndarray, "n e"]
     condition: Float32[np.ndarray, "labels areas e"]
-    area: Int64[np.ndarray, "n"]
+    area: Int64[np.ndarray, " n"]
     prediction: Float32[np.ndarray, "k s v p"]
     mix: Matrix
     rates: Float32[np.ndarray, "l h"]
@@ -100,9 +100,9 @@ class Rows(NamedTuple):
     z: Float32[np.ndarray, "l r h d"]
     keys: Float32[np.ndarray, "l r h d n"]
     recent: Float32[np.ndarray, "l r w h c"]
-    ones: Float32[np.ndarray, "d"]
+    ones: Float32[np.ndarray, " d"]
     sequence: UInt8[np.ndarray, "r n s"]
-    label: Int64[np.ndarray, "r"]
+    label: Int64[np.ndarray, " r"]
     noise: Float64[np.ndarray, "r n u"]
     predicted: Float32[np.ndarray, "r p"]
     x: Float32[np.ndarray, "r e"]
@@ -114,7 +114,7 @@ class Rows(NamedTuple):
     choices: Float64[np.ndarray, "members k"]
     work: Float32[np.ndarray, "members size"]
     whole: Int16[np.ndarray, "r i"]
-    steps: Float32[np.ndarray, "r"]
+    steps: Float32[np.ndarray, " r"]
     parameters: Float32[np.ndarray, "r p"]
 
 

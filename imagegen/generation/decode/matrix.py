@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
 
 def matrix(
     weights: Sequence[Float[np.ndarray, "o i"]],
-    biases: Sequence[Float[np.ndarray, "o"]],
+    biases: Sequence[Float[np.ndarray, " o"]],
     bits: int,
 ) -> Matrix:
     """Prepare the weights and biases of all layers; `bits` as in `Matrix`."""

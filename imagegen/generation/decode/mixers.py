@@ -95,8 +95,8 @@ class Mixer:
     weight: Float[np.ndarray, "h g i"]
     bias: Float[np.ndarray, "h g"]
     out_weight: Float[np.ndarray, "e hm"]
-    out_bias: Float[np.ndarray, "e"]
-    rates: Float[np.ndarray, "h"]
+    out_bias: Float[np.ndarray, " e"]
+    rates: Float[np.ndarray, " h"]
     norm: Float[np.ndarray, "weight_bias m"]
     convolution: Float[np.ndarray, "w h c"]
 
@@ -309,7 +309,7 @@ def _affine(module: nn.Module | None, shape: MixSettings) -> Float[Tensor, "weig
     return torch.stack([_padded(t.float(), shape.m, 0) for t in (weight, bias)])
 
 
-def _linear(module: nn.Module) -> tuple[Float[Tensor, "o i"], Float[Tensor, "o"]]:
+def _linear(module: nn.Module) -> tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]:
     """Weight and bias of a linear layer, or of two in a row as one."""
     if isinstance(module, nn.Sequential):
         (first, _), (second, bias) = _linear(module[0]), _linear(module[1])
@@ -320,7 +320,7 @@ def _linear(module: nn.Module) -> tuple[Float[Tensor, "o i"], Float[Tensor, "o"]
     return linear.weight.float(), bias
 
 
-def _split(t: Float[Tensor, "o *i"], shape: MixSettings, heads: int) -> tuple[Tensor, ...]:
+def _split(t: Float[Tensor, " o *i"], shape: MixSettings, heads: int) -> tuple[Tensor, ...]:
     """Queries, keys and values of each head, the values padded."""
     sizes = [heads * features for features in (shape.d, shape.d, shape.true_m)]
     q, k, v = (_heads(part, heads) for part in t.split(sizes))
@@ -334,7 +334,7 @@ def _by_head(
     return torch.cat(_split(t.movedim(-1, 0), shape, heads), dim=1).movedim((0, 1), (-2, -1))
 
 
-def _heads(t: Float[Tensor, "o *i"], heads: int) -> Float[Tensor, "h o_of_head *i"]:
+def _heads(t: Float[Tensor, " o *i"], heads: int) -> Float[Tensor, "h o_of_head *i"]:
     return t.unflatten(0, (heads, -1))
 
 
