@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
+import struct
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from PIL import Image
 from pytorch_lightning import Callback
 
 import train
-from imagegen.checkpoint.reading import KEY, make_metadata
+from imagegen.checkpoint.reading import KEY, load_checkpoint, make_metadata
 from imagegen.cli.entry import compose
 from imagegen.core.build import build
 from imagegen.core.spec import ImageSpec
