@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +19,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
-from hydra.utils import get_object
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from imagegen.core.build import admits
+from imagegen.core.build import admits, hints_of
 from imagegen.core.errors import UserError
 from imagegen.core.installation import pip_install
 from imagegen.tracking.sweeps import PLUGINS
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 else:  # The tests' type checker warns of the old-style classes that DictConfig extends.
     DictConfig = Any
 
+OURS = "imagegen."
 _FEW = 12
 _MOST_COMBINATIONS = 16
 _SWEEPS = re.compile(r"sweep$|hydra[./](sweep|sweeper|launcher)([./]|$)")
@@ -288,7 +287,9 @@ def _no_such_option(override: Override, base: DictConfig, config_name: str) -> s
     message = f"{text!r}: there is no option {key!r}"
     parent, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, parent, throw_on_missing=False) if parent else None
-    if _is_section(node) and leaf in _arguments(str(node.get("_target_"))):
+    foreign = _is_section(node) and not str(node.get("_target_") or OURS).startswith(OURS)
+    # Ours list all that they take.
+    if foreign and leaf in hints_of(node):
         return f"{message} in the configuration, but its class takes one: +{text} passes it."
     if near:
         return message + suggestion(near)
@@ -296,22 +297,10 @@ def _no_such_option(override: Override, base: DictConfig, config_name: str) -> s
         return f"{message}; --help lists the groups and options."
     inside = [str(name) for name in node if not str(name).startswith("_")]
     message += f"; {parent} has {', '.join(inside) or 'no options'}"
-    if not str(node.get("_target_") or "imagegen.").startswith("imagegen."):
+    if foreign:
         # Third-party classes take more options than their yaml shows.
         message += f" (+{text} passes one that is not listed)"
     return message + "."
-
-
-def _arguments(target: str) -> Iterable[str]:
-    """The arguments of a class from elsewhere; ours list all that they take."""
-    try:
-        return (
-            ()
-            if target.startswith("imagegen.")
-            else inspect.signature(get_object(target)).parameters
-        )
-    except Exception:  # The class itself will tell.
-        return ()
 
 
 _ABSENT = object()

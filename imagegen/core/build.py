@@ -103,7 +103,7 @@ def check_section(section: str, node: Mapping[str, Any]) -> None:
         UserError: for the first value of another kind than its argument's annotation.
     """
     given = {name: value for name, value in node.items() if not name.startswith("_")}
-    _check_kinds(section, given, _hints(node))
+    _check_kinds(section, given, hints_of(node))
 
 
 def admits(node: Mapping[str, Any], name: str, value: object) -> bool:
@@ -111,7 +111,7 @@ def admits(node: Mapping[str, Any], name: str, value: object) -> bool:
 
     An annotation of other things than plain kinds says nothing, as in `check_section`.
     """
-    kinds = _kinds(_hints(node).get(name))
+    kinds = _kinds(hints_of(node).get(name))
     return not kinds or any(_is(value, kind) for kind in kinds)
 
 
@@ -123,7 +123,7 @@ def times_in(section: str, node: Mapping[str, Any]) -> dict[str, timedelta]:
     """
     return {
         name: parse_duration(f"{section}.{name}", value)
-        for name, hint in _hints(node).items()
+        for name, hint in hints_of(node).items()
         if (value := node.get(name)) is not None
         and timedelta in (hint, *get_args(hint))
         and str not in get_args(hint)
@@ -154,7 +154,7 @@ def build_section(node: Any, section: str, kind: Any) -> Any:
     return found
 
 
-def _hints(node: Mapping[str, Any]) -> dict[str, Any]:
+def hints_of(node: Any) -> dict[str, Any]:
     """The annotations of a section's `_target_`; none where it, or they, cannot be found."""
     from hydra.utils import get_object
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import nn
 
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
     """Without gradients and dropout, leaving the model in the mode that it was in."""
-    import torch
-
     training = model.training
     model.eval()
     try:

@@ -9,6 +9,7 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from imagegen.core.errors import UserError
+from imagegen.core.values import whole_number
 from imagegen.data.base import ImageDataset, ImageSplit
 from imagegen.data.loading import (
     Batch,
@@ -19,7 +20,7 @@ from imagegen.data.loading import (
     ready,
 )
 
-MAX_SEED = 2**63 - 1
+MOST = 2**63 - 1
 
 
 class ImageDataModule(LightningDataModule):
@@ -49,13 +50,11 @@ class ImageDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.dataset = dataset
-        self.batch_size = _whole("batch_size", batch_size, 1)
-        self.seed = _whole("seed", seed, 0)
-        self.eval_batch_size = (
-            self.batch_size
-            if eval_batch_size is None
-            else _whole("eval_batch_size", eval_batch_size, 1)
-        )
+        self.batch_size = whole_number(batch_size, "batch_size", 1, MOST)
+        self.seed = whole_number(seed, "seed", 0, MOST)
+        self.eval_batch_size = self.batch_size
+        if eval_batch_size is not None:
+            self.eval_batch_size = whole_number(eval_batch_size, "eval_batch_size", 1, MOST)
         self._splits: dict[str, ImageSplit] = {}
 
     def prepare_data(self) -> None:
@@ -125,9 +124,3 @@ class ImageDataModule(LightningDataModule):
 def _silence_worker_advice() -> None:
     """Lightning advises worker processes for every loader without; indexing an array needs none."""
     warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SEED:
-        raise UserError(f"{name}={value}, but it must be a whole number of at least {least}.")
-    return value

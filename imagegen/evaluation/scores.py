@@ -20,7 +20,6 @@ from jaxtyping import Float64, Int64, UInt8
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable, write_atomic
-from imagegen.core.inference import inference
 from imagegen.core.machine import describe
 from imagegen.core.progress import image_progress
 from imagegen.generation.options import PRECISIONS
@@ -61,6 +60,8 @@ def score_images(
             draws from the model in that precision.
     """
     import torch
+
+    from imagegen.core.inference import inference
 
     bits_per_dim = model.bits_per_dim if precision is None else _as_drawn(model, precision)
     device = next(model.parameters()).device

@@ -4,7 +4,8 @@ From the gentlest to the hardest: a run reaches `max_steps` (`StopWhole`) or doe
 more (`early_stopping`); a number is not finite (`BadNumbers`); Ctrl-C, SIGTERM or SLURM ask it to
 stop between two steps (`Interruptible`); an error comes anywhere, which writes a checkpoint only
 where no step is half done (`WholeSteps`). Checkpoints themselves are written by
-`imagegen.training.checkpoint_callbacks`.
+`imagegen.training.checkpoint_callbacks`; Ctrl-C before and after the training is a matter of
+`imagegen.cli.entry`, as in every command.
 """
 
 from __future__ import annotations
