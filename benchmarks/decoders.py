@@ -82,9 +82,9 @@ def pytorch(model: ImageTransformer) -> Way:
 
 
 def torch_compiled(model: ImageTransformer) -> Way:
-    torch.compiler.reset()  # else a second batch size would be compiled for any size
     single = SingleStep(model)
-    step = torch.compile(single, mode="reduce-overhead")
+    # Otherwise the code for a second batch size would be for any size.
+    step = torch.compile(single, mode="reduce-overhead", dynamic=False)
 
     def draw(numbers: np.ndarray) -> np.ndarray:
         count, steps, _ = numbers.shape
@@ -156,28 +156,40 @@ def model_of(data: str) -> ImageTransformer:
     return Setting.from_config(config, 0).build("linear")
 
 
+def _made(make: Callable[[ImageTransformer], Way], model: ImageTransformer) -> Any:
+    """The way, or why there is none, and the seconds it took."""
+    started = time.perf_counter()
+    way: Way | Exception
+    try:
+        way = make(model)
+    except Exception as error:
+        way = error
+    return way, time.perf_counter() - started
+
+
 def measured(
     model: ImageTransformer, batches: Sequence[int], steps: int | None, repeats: int
 ) -> list[dict[str, Any]]:
     """A row for each batch size and way: seconds of every repeat, or why there are none."""
     length = min(steps or model.raster.length, model.raster.length)
-    found = []
+    found, made = [], {name: _made(make, model) for name, make in WAYS.items()}
     for batch in batches:
         numbers = noise(model, 0, [(image, 0) for image in range(batch)], 0, batch)[:, :length]
         entries: dict[str, dict[str, Any]] = {}
         ways, drawn = {}, {}
-        for name, make in WAYS.items():
+        for name, (way, preparing) in made.items():
             entries[name] = {"batch_size": batch, "way": name, "steps": length, "seconds": []}
             started = time.perf_counter()
             try:
-                way = make(model)
+                if isinstance(way, Exception):
+                    raise way
                 drawn[name] = way(numbers)
                 ways[name] = way
             except Exception as error:  # the others are to be measured as well
                 reason = (str(error).strip().splitlines() or [""])[0]
                 entries[name]["not_measured"] = f"{type(error).__name__}: {reason}"
-            # To compile, or to load what was compiled, and one drawing.
-            entries[name]["first_seconds"] = time.perf_counter() - started
+            # To export, to compile or to load what was compiled, and to draw once.
+            entries[name]["first_seconds"] = preparing + time.perf_counter() - started
         for _ in range(repeats):
             for name, way in ways.items():
                 started = time.perf_counter()
