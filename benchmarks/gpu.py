@@ -153,6 +153,65 @@ def _write(out: Path, title: str, checks: Sequence[Check], rows: Mapping[str, Ro
 PICTURES = "pictures"
 
 
+@dataclass(frozen=True)
+class Commands:
+    """The commands of the list, for a GPU or, with tiny models, for a CPU.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        out: where they write, absolute.
+    """
+
+    device: str
+    out: Path
+
+    @property
+    def gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def tiny(self) -> list[str]:
+        """Sizes of models on a CPU."""
+        sizes = {} if self.gpu else {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16}
+        return [f"model.{name}={size}" for name, size in sizes.items()]
+
+    def python(self, *arguments: str) -> list[str]:
+        return [sys.executable, *arguments]
+
+    def imagegen(self, words: str, *options: str) -> list[str]:
+        return self.python("-m", "imagegen", *words.split(), f"device={self.device}", *options)
+
+    def training(self, name: str, *options: str) -> list[str]:
+        return self.python(
+            "train.py",
+            f"trainer={'gpu' if self.gpu else 'cpu'}",
+            *("logger=none", "trainer.max_epochs=1", "callbacks.grids.n_samples=4"),
+            *("trainer.limit_train_batches=40", "trainer.limit_val_batches=2"),
+            f"hydra.run.dir={self.out / name}",
+            *self.tiny,
+            *options,
+        )
+
+    @property
+    def ckpt(self) -> str:
+        """The run that is drawn from and scored."""
+        return f"ckpt={self.out / 'train-pictures'}"
+
+    def sampling(self, name: str, *options: str, on: str | None = None) -> list[str]:
+        where = [f"device={on or self.device}", f"out={self.out / name}"]
+        return self.python("sample.py", self.ckpt, *where, *options)
+
+    def benchmark(self, words: str, name: str, *options: str) -> list[str]:
+        if self.gpu:
+            size = ["model=paper", "repeats=3", "budget=6", "time_limit=12"]
+        else:
+            size = ["model=default", *self.tiny, "repeats=1", "budget=1", "batch_sizes=[1]"]
+        return self.imagegen(f"benchmark {words}", f"out={self.out / name}", *size, *options)
+
+
+NO_TF32 = "only GPUs have TF32"
+
+
 def checks(device: str, out: Path, gpus: int) -> list[Check]:
     """All checks, whose limits add up to `SECONDS` at most.
 
@@ -161,117 +220,98 @@ def checks(device: str, out: Path, gpus: int) -> list[Check]:
         out: where they write, absolute.
         gpus: number of CUDA devices.
     """
-    gpu = device == "cuda"
-    sizes = {} if gpu else {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16}
-    tiny = [f"model.{name}={size}" for name, size in sizes.items()]
-    ckpt = f"ckpt={out / 'train-pictures'}"
-    no_tf32 = None if gpu else "only GPUs have TF32"
+    run = Commands(device, out)
+    return [*_trainings(run), *_drawings(run, gpus), *_speed_checks(run)]
 
-    def python(*arguments: str) -> list[str]:
-        return [sys.executable, *arguments]
 
-    def training(name: str, *options: str) -> list[str]:
-        return python(
-            "train.py",
-            f"trainer={'gpu' if gpu else 'cpu'}",
-            *("logger=none", "trainer.max_epochs=1", "callbacks.grids.n_samples=4"),
-            *("trainer.limit_train_batches=40", "trainer.limit_val_batches=2"),
-            f"hydra.run.dir={out / name}",
-            *tiny,
-            *options,
-        )
-
-    def sampling(name: str, *options: str, on: str = device) -> list[str]:
-        return python("sample.py", ckpt, f"device={on}", f"out={out / name}", *options)
-
-    def module(words: str, *options: str) -> list[str]:
-        return python("-m", "imagegen", *words.split(), f"device={device}", *options)
-
-    def benchmark(words: str, name: str, *options: str) -> list[str]:
-        if gpu:
-            size = ["model=paper", "repeats=3", "budget=6", "time_limit=12"]
-        else:
-            size = ["model=default", *tiny, "repeats=1", "budget=1", "batch_sizes=[1]"]
-        return module(f"benchmark {words}", f"out={out / name}", *size, *options)
-
-    def generate(name: str, batches: str, *options: str) -> Check:
-        measured = benchmark("generate", name, "contestants=[linear,linear_step]", *options)
-        measured += [f"batch_sizes={batches}"] if gpu else ["steps=1", "positions=[10]"]
-        return Check(name, 75, [measured], lambda _: _speeds(out / name / "generate.json"))
-
-    def train_speed(name: str, limit: int, contestants: str, **variables: str) -> Check:
-        measured = benchmark("train", name, "dataset=mnist", f"contestants={contestants}")
-        measured += ["batch_sizes=[16,128]"] if gpu else []
-        return Check(
-            name,
-            limit,
-            [measured],
-            lambda _: _speeds(out / name / "train.json"),
-            no_tf32 if "tf32" in name else None,
-            variables,
-        )
-
+def _trainings(run: Commands) -> list[Check]:
+    """The machine, the tests, and a training in each precision."""
     tests = ["tests/generation/decode/test_graph.py", "-k", "known_sequences or switched_off"]
-    if gpu:
+    if run.gpu:
         # Not those of this list, which run it.
-        tests = [
-            "tests",
-            "--ignore=tests/commands/benchmark/test_gpu.py",
-            "-k",
-            "cuda or gpu or graph",
-        ]
+        tests = ["tests", "--ignore=tests/benchmarks/test_gpu.py", "-k", "cuda or gpu or graph"]
     nvidia_smi = [["nvidia-smi"]] if shutil.which("nvidia-smi") else []
-    packed = out / "packed.bin"
+    machine = [*nvidia_smi, run.python("-m", "imagegen", "machine")]
     listed = [
-        Check("machine", 40, [*nvidia_smi, python("-m", "imagegen", "machine")], _machine),
-        Check("tests", 90, [python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)]),
+        Check("machine", 40, machine, _machine),
+        Check("tests", 90, [run.python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)]),
     ]
     for precision in ("bf16-mixed", "32-true", "16-mixed", "tf32"):
         name = f"train-{precision}"
-        command = training(name, f"trainer.precision={precision}")
-        skipped = no_tf32 if precision == "tf32" else None
+        command = run.training(name, f"trainer.precision={precision}")
+        skipped = NO_TF32 if precision == "tf32" and not run.gpu else None
         listed.append(Check(name, 25, [command], _trained, skipped))
-    pictures = ["dataset=image_folder", f"dataset.root={out / PICTURES}", "dataset.size=16"]
-    pictures += ["dataset.channels=1", f"dataset.cache={out / 'cache'}", "batch_size=8"]
-    listed += [
-        # Long enough that steps are recorded, in the pictures of the validation too.
-        Check("train-pictures", 35, [training("train-pictures", *pictures)], _trained),
-        Check("sample", 20, [sampling("sample", "n=64")], _drawn(out / "sample", gpu)),
+    pictures = ["dataset=image_folder", f"dataset.root={run.out / PICTURES}", "dataset.size=16"]
+    pictures += ["dataset.channels=1", f"dataset.cache={run.out / 'cache'}", "batch_size=8"]
+    # Long enough that steps are recorded, in the pictures of the validation too.
+    command = run.training("train-pictures", *pictures)
+    return [*listed, Check("train-pictures", 35, [command], _trained)]
+
+
+def _drawings(run: Commands, gpus: int) -> list[Check]:
+    """What is done with the last of the trained models."""
+    out, ckpt, packed = run.out, run.ckpt, run.out / "packed.bin"
+    completing = ("task=complete", "n=8", "completions=2")
+    return [
+        Check("sample", 20, [run.sampling("sample", "n=64")], _drawn(out / "sample", run.gpu)),
         Check(
             "complete",
             20,
-            [sampling("complete", "task=complete", "n=8", "completions=2")],
-            _drawn(out / "complete", gpu),
+            [run.sampling("complete", *completing)],
+            _drawn(out / "complete", run.gpu),
         ),
-        Check("evaluate", 20, [module("evaluate", ckpt)]),
-        Check("evaluate-32", 20, [module("evaluate", ckpt, "precision=32")]),
+        Check("evaluate", 20, [run.imagegen("evaluate", ckpt)]),
+        Check("evaluate-32", 20, [run.imagegen("evaluate", ckpt, "precision=32")]),
         Check(
             "codec",
             35,
             [
-                module("compress", ckpt, "limit=2", f"out={packed}"),
-                module("decompress", ckpt, f"file={packed}", f"out={out / 'unpacked'}"),
+                run.imagegen("compress", ckpt, "limit=2", f"out={packed}"),
+                run.imagegen("decompress", ckpt, f"file={packed}", f"out={out / 'unpacked'}"),
             ],
             lambda output: _line_with("bytes", output),
         ),
-        Check("verify", 30, [module("verify", ckpt)]),
+        Check("verify", 30, [run.imagegen("verify", ckpt)]),
         Check(
             "second-gpu",
             30,
             [
-                training("train-second-gpu", "trainer.devices=[1]"),
-                sampling("sample-second-gpu", "n=64", on="cuda:1"),
+                run.training("train-second-gpu", "trainer.devices=[1]"),
+                run.sampling("sample-second-gpu", "n=64", on="cuda:1"),
             ],
-            _drawn(out / "sample-second-gpu", gpu),
+            _drawn(out / "sample-second-gpu", run.gpu),
             "there is no second GPU" if gpus < 2 else None,
         ),
-        Check("mechanisms", 50, [python(__file__, "--mechanisms", "--device", device)]),
+        Check("mechanisms", 50, [run.python(__file__, "--mechanisms", "--device", run.device)]),
+    ]
+
+
+def _speed_checks(run: Commands) -> list[Check]:
+    """Images a second, of drawing and of training."""
+
+    def generate(name: str, batches: str, *options: str) -> Check:
+        measured = run.benchmark("generate", name, "contestants=[linear,linear_step]", *options)
+        measured += [f"batch_sizes={batches}"] if run.gpu else ["steps=1", "positions=[10]"]
+        return Check(name, 75, [measured], lambda _: _speeds(run.out / name / "generate.json"))
+
+    def train(name: str, limit: int, contestants: str, **variables: str) -> Check:
+        measured = run.benchmark("train", name, "dataset=mnist", f"contestants={contestants}")
+        measured += ["batch_sizes=[16,128]"] if run.gpu else []
+        return Check(
+            name,
+            limit,
+            [measured],
+            lambda _: _speeds(run.out / name / "train.json"),
+            NO_TF32 if "tf32" in name and not run.gpu else None,
+            variables,
+        )
+
+    return [
         generate("generate-mnist", "[1,64,1000,10000]", "dataset=mnist"),
         generate("generate-cifar10", "[1,64,1000]", "dataset=cifar10", "model.n_layers=16"),
-        train_speed("train-speed", 55, "[linear,linear_bf16]", NVIDIA_TF32_OVERRIDE="0"),
-        train_speed("train-speed-tf32", 25, "[linear]", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1"),
+        train("train-speed", 55, "[linear,linear_bf16]", NVIDIA_TF32_OVERRIDE="0"),
+        train("train-speed-tf32", 25, "[linear]", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1"),
     ]
-    return listed
 
 
 def draw_pictures(folder: Path) -> None:

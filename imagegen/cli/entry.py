@@ -33,11 +33,21 @@ VERSION_BASE = "1.3"
 
 
 def register_resolvers() -> None:
-    """Make `${project_root:}` and, for helps, `${typed:COMMAND}` known to OmegaConf."""
+    """Make known to OmegaConf `${project_root:}` and, for helps, `${typed:…}` and `${options:…}`.
+
+    The former is a command as it is typed, the latter its options, by the name of its file.
+    """
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("project_root", lambda: str(PROJECT_ROOT), replace=True)
     OmegaConf.register_new_resolver("typed", typed, replace=True)
+    OmegaConf.register_new_resolver("options", _options, replace=True)
+
+
+def _options(config_name: str) -> str:
+    from imagegen.cli.help import described
+
+    return described((conf_folder() / f"{config_name}.yaml").read_text(encoding="utf-8"))
 
 
 def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8, UInt32
@@ -27,9 +27,6 @@ from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable, staged_folder, write_atomic
 from imagegen.core.machine import rounding
 from imagegen.core.progress import image_progress
-
-if TYPE_CHECKING:
-    pass
 
 MAGIC, FORMAT_VERSION = b"IGC", 3
 PREFIX, CRC, REST = struct.Struct("<3sB"), struct.Struct("<I"), struct.Struct("<I8s8s")
@@ -46,8 +43,9 @@ def compress(config: Mapping[str, Any]) -> Path:
         UserError: for anything that cannot be; then nothing is written.
     """
     from imagegen.checkpoint.provenance import load_source
+    from imagegen.data.image_files import read_images
     from imagegen.evaluation.coding import encode
-    from imagegen.generation.completion import read_files
+    from imagegen.generation.images import from_display
 
     config = opt.plain(config)
     if config["out"] is None:
@@ -64,7 +62,8 @@ def compress(config: Mapping[str, Any]) -> Path:
         dataset = dataset_of(source.loaded.metadata, config["dataset"], model.spec)
         images = np.array(dataset.split(split).images[:limit])
     else:
-        images, _ = read_files(opt.paths(config["images"], "images"), limit, resize, model.spec)
+        paths = opt.paths(config["images"], "images")
+        images = from_display(read_images(paths, limit, resize, model.spec)[0], model.spec.levels)
     started = perf_counter()
     with image_progress("compressing", len(images)) as advance:
         words = encode(model, images, advance)

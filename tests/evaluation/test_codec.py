@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from imagegen.cli.entry import compose
+from imagegen.commands.registry import main
 from imagegen.core.errors import UserError
 from imagegen.core.machine import rounding
 from imagegen.core.spec import ImageSpec
@@ -182,18 +183,9 @@ def test_refusals(ckpt: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "back").exists()
 
 
-def test_the_command(
-    ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_image(tmp_path / "one.png", (8, 8))
-    arguments = ["compress", f"ckpt={ckpt}", f"images={tmp_path / 'one.png'}"]
-    monkeypatch.setattr(sys, "argv", ["codec", *arguments, f"out={tmp_path / 'one.igc'}"])
-    codec.main()
+    options = [f"ckpt={ckpt}", f"images={tmp_path / 'one.png'}", f"out={tmp_path / 'one.igc'}"]
+    monkeypatch.setattr(sys, "argv", ["imagegen", "compress", *options])
+    assert main() == 0
     assert (tmp_path / "one.igc").exists()
-    monkeypatch.setattr(sys, "argv", ["codec", "expand"])
-    with pytest.raises(SystemExit):
-        codec.main()
-    assert "error: expand is unknown; type compress or decompress" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["codec"])
-    codec.main()
-    assert "imagegen compress" in capsys.readouterr().out
