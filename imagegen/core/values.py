@@ -133,9 +133,11 @@ def resolve_device(value: object) -> torch.device:
 
 
 def out_folder(value: object, parent: str) -> Path:
-    """The `out` option: absolute path of a folder, `<parent>/<date>-<time>` for null."""
+    """The `out` option: absolute path of a folder; a new `<parent>/<date>-<time>` for null."""
     if value is None:
-        return absolute(Path(parent) / f"{datetime.now():%Y-%m-%d-%H%M%S}")
+        # To the millisecond: jobs are started side by side.
+        name = f"{datetime.now():%Y-%m-%d-%H%M%S-%f}"
+        return absolute(Path(parent) / name[:-3])
     if not str(value).strip():
         raise UserError(f"out is empty; name a folder, such as out={parent}/first.")
     return absolute(str(value))

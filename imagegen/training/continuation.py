@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from imagegen.checkpoint.reading import read_metadata
+from imagegen.checkpoint.reading import KEY, read_metadata
 from imagegen.core.errors import UserError
 from imagegen.core.overrides import touched
 from imagegen.core.values import plain
@@ -50,6 +51,16 @@ _ALLOWED = ("dataset.root", "dataset.cache", "dataset.download")
 _WHOLE_EPOCHS = ("trainer.accumulate_grad_batches", "trainer.limit_train_batches")
 """What may change between two epochs only; so may what `TrainOrder` depends on."""
 _DECIDED_ELSEWHERE = ("resume", "trainer.precision")
+_COUNT_OR_SHARE = tuple(
+    f"trainer.{name}"
+    for name in (
+        "limit_train_batches",
+        "limit_val_batches",
+        "overfit_batches",
+        "val_check_interval",
+    )
+)
+"""Options of which Lightning takes 1 as one batch and 1.0 as all of them."""
 
 
 def recall(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> Changes:
@@ -72,10 +83,15 @@ def recall(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> Changes:
     metadata = read_metadata(cfg.resume)
     saved = [str(text) for text in metadata["overrides"] or []]
     before, now = dict(_leaves(metadata["config"])), dict(_leaves(plain(cfg)))
+    # Relative folders are kept as absolute ones too, which are typed for the user.
+    for key in ("dataset.root", "dataset.cache"):
+        placed = metadata["dataset"].get(key.partition(".")[2])
+        if key in before and now.get(key) == placed:
+            before[key] = placed
     differing = [
         key
         for key, value in now.items()
-        if before.get(key, UNSET) != value
+        if _differ(key, before.get(key, UNSET), value)
         and key not in _DECIDED_ELSEWHERE
         and not (isinstance(value, str) and Path(value).is_relative_to(folder))
     ]
@@ -87,12 +103,17 @@ def recall(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> Changes:
         unchanged = dict(_leaves(plain(hydra.compose(name, overrides=saved))))
     changes: Changes = {}
     for key in differing:
-        if unchanged.get(key, UNSET) != now[key] or touched(key, typed):
+        if _differ(key, unchanged.get(key, UNSET), now[key]) or touched(key, typed):
             changes[key] = (before.get(key, UNSET), now[key])
         elif _may_be_recalled(key, before, now):
             OmegaConf.update(cfg, key, before[key])
     _refuse(changes, cfg.resume)
     return changes
+
+
+def _differ(key: str, one: Any, other: Any) -> bool:
+    kinds = type(one) is not type(other)
+    return one != other or (kinds and (key in _COUNT_OR_SHARE or bool in (type(one), type(other))))
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,12 +166,17 @@ class Beginning(Callback):
     Args:
         begin: called once, in every process.
         changes: the options that a resumed run changes.
+
+    Attributes:
+        data: what the checkpoints of this run keep of its data, see `imagegen.checkpoint`.
     """
 
     def __init__(self, begin: Callable[[], None], changes: Changes) -> None:
         self.begin = begin
         self.changes = changes
+        self.data: Mapping[str, Any] = {}
         self.begun = False
+        self._incomparable: list[Path] = []
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -175,7 +201,25 @@ class Beginning(Callback):
         if any(key.startswith("optimizer.") for key in self.changes):
             for saved in checkpoint.get("optimizer_states", []):
                 _try_optimizer(pl_module, saved)
-        fit_states(trainer, checkpoint["callbacks"])
+        states = checkpoint["callbacks"]
+        fit_states(trainer, states)
+        if self._other_images(checkpoint):
+            _forget_scores(trainer, states)
+        self._incomparable = [
+            path
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
+            if callback.state_key not in states
+            if (path := Path(str(callback.dirpath), f"{callback.filename}.ckpt")).is_file()
+        ]
+
+    def _other_images(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether validations score other images than those of the checkpoint."""
+        if {"trainer.limit_val_batches", "trainer.overfit_batches"} & set(self.changes):
+            return True
+        before = (checkpoint[KEY].get("data") or {}).get("splits", {}).get("val")
+        now = self.data.get("splits", {}).get("val")
+        return None not in (before, now) and before["digest"] != now["digest"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, unless the run has come to its end already."""
@@ -186,6 +230,9 @@ class Beginning(Callback):
         if _in_the_middle_of_an_epoch(trainer):
             self._refuse_another_epoch(trainer)
         self.begin()
+        if trainer.is_global_zero:
+            for path in self._incomparable:
+                _keep_incomparable(path, trainer.global_step)
         self.begun = True
 
     def _still_stops(self, callback: EarlyStopping) -> bool:
@@ -274,6 +321,25 @@ def fit_states(trainer: Trainer, states: dict[str, Any]) -> None:
         for name in inspect.signature(type(callback)).parameters:
             if name in state and hasattr(callback, name):
                 state[name] = getattr(callback, name)
+
+
+def _forget_scores(trainer: Trainer, states: dict[str, Any]) -> None:
+    """Let the callbacks that compare validations begin again."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint | EarlyStopping):
+            if str(callback.monitor).startswith("val/"):
+                states.pop(callback.state_key, None)
+
+
+def _keep_incomparable(path: Path, step: int) -> None:
+    """Keep a best checkpoint whose score cannot be compared with those to come, and say so."""
+    kept = path.with_name(f"{path.stem}-before-step-{step}{path.suffix}")
+    shutil.copy2(path, kept)
+    print(
+        f"validations are compared anew from here on, so the best checkpoint until now is kept as "
+        f"{kept.name}",
+        flush=True,
+    )
 
 
 def _place(trainer: Trainer, callback: ModelCheckpoint, states: dict[str, Any]) -> None:

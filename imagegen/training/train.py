@@ -146,7 +146,7 @@ class TrainingRun:
         # Before anything is written, so that data that cannot be had leave no run behind.
         self.data.prepare_data()
         self.data.split("train")
-        metadata["data"] = remember(dataset, cfg.resume)
+        metadata["data"] = self.beginning.data = remember(dataset, cfg.resume)
         self.profile = ProfileReport(self.trainer.profiler)  # type: ignore[attr-defined]
         # Until the run begins. What logs nothing writes nothing.
         self.trainer.loggers = [DummyLogger() if self.tries else MetricsFile(folder)]
@@ -295,7 +295,12 @@ def _remove_if_unused(folder: Path) -> None:
 def _placed(dataset: Mapping[str, Any]) -> dict[str, Any]:
     """The data set's options, with folders that do not depend on the working directory."""
     folders = {key: dataset[key] for key in ("root", "cache") if dataset.get(key) is not None}
-    return {**dataset, **{key: str(Path(f).expanduser().absolute()) for key, f in folders.items()}}
+    # Through links, as the system reads "..".
+    paths = {key: Path(folder).expanduser().absolute() for key, folder in folders.items()}
+    return {
+        **dataset,
+        **{key: str(p.resolve() if ".." in p.parts else p) for key, p in paths.items()},
+    }
 
 
 def _resume_state(

@@ -214,6 +214,7 @@ def test_a_relative_folder_is_found_from_another_working_directory(
     counts = next(line for line in capsys.readouterr().out.splitlines() if "images: " in line)
     monkeypatch.chdir(second)
     assert train(f"resume={run}", "trainer.max_epochs=2") == 0
+    assert "dataset." not in capsys.readouterr().out  # nobody has changed it
     assert list(second.iterdir()) == []
 
     for number in range(35):  # others, under the same name

@@ -875,3 +875,43 @@ def test_a_run_that_diverged_goes_on_with_a_lower_rate(
     assert f"and the last checkpoint is {run}/checkpoints/last.ckpt. Lower optimizer.lr" in error
     assert run_train(monkeypatch, f"resume={run}", "optimizer.lr=0.001") == 0
     assert summary(run)["best_bits_per_dim"] < 4.2
+
+
+def test_one_batch_is_another_number_than_all_of_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = [text for text in PLAIN if "limit" not in text]
+    run = make(*whole, "trainer.max_epochs=1", "trainer.limit_train_batches=1.0", "batch_size=512")
+    typed = ["trainer.max_epochs=2", "trainer.limit_val_batches=1"]
+    assert run_train(monkeypatch, f"resume={run}", *typed) == 0
+    assert "trainer.limit_val_batches=1 (1.0 until now)" in capsys.readouterr().out
+    assert last(run)["global_step"] == 4
+    assert run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=3", "model.dropout=0") == 0
+
+
+def test_scores_of_other_images_are_not_compared(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(*PLAIN, "trainer.max_epochs=2")
+    before = (run / "checkpoints/best.ckpt").read_bytes()
+    # Weights that get worse would not be the best again.
+    typed = ["trainer.max_epochs=3", "optimizer.lr=10", "trainer.limit_val_batches=2"]
+    assert run_train(monkeypatch, f"resume={run}", *typed) == 0
+    assert "is kept as best-before-step-8.ckpt" in capsys.readouterr().out
+    assert (run / "checkpoints/best-before-step-8.ckpt").read_bytes() == before
+    assert last(run, "best")["global_step"] == 12
+    assert summary(run)["best_bits_per_dim"] == float(rows(run)[-1]["val/bits_per_dim"])
+
+
+def test_so_are_those_of_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "other"):
+        for i in range(20):
+            write_image(tmp_path / name / f"{i}.png", (4, 6, 3), seed=i + 100 * (name == "other"))
+    run = tmp_path / "run"
+    options = [*PLAIN, "dataset=image_folder", "dataset.size=[4,6]", "batch_size=4"]
+    options += [f"dataset.root={tmp_path / 'one'}", f"dataset.cache={tmp_path / 'cache'}"]
+    assert run_train(monkeypatch, *options, "trainer.max_epochs=2", f"hydra.run.dir={run}") == 0
+    typed = ["trainer.max_epochs=3", "optimizer.lr=10", f"dataset.root={tmp_path / 'other'}"]
+    assert run_train(monkeypatch, f"resume={run}", *typed) == 0
+    assert summary(run)["best_bits_per_dim"] == float(rows(run)[-1]["val/bits_per_dim"])
+    assert len(list((run / "checkpoints").glob("best-before-step-*.ckpt"))) == 1
