@@ -48,6 +48,8 @@ from imagegen.generation.sampling_loop import no_gradients, noise  # noqa: E402
 from imagegen.heads.controls import Controls  # noqa: E402
 from imagegen.model.transformer import ImageTransformer  # noqa: E402
 
+REST = 0.1
+"""Seconds after which the threads of the way before no longer spin."""
 Way = Callable[[np.ndarray], np.ndarray]
 """Draws levels "b n s" from uniform numbers "b n u"."""
 
@@ -192,6 +194,7 @@ def measured(
             entries[name]["first_seconds"] = preparing + time.perf_counter() - started
         for _ in range(repeats):
             for name, way in ways.items():
+                time.sleep(REST)
                 started = time.perf_counter()
                 way(numbers)
                 entries[name]["seconds"].append(time.perf_counter() - started)
