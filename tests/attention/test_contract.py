@@ -101,7 +101,8 @@ def test_parallel_form_is_the_reference(attention: CausalAttention, length: int)
     _assert_close(_gradients(attention, x, y), _gradients(attention, x, expected))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+# Gradients through 784 steps take most of the time, and show nothing that those through 200 do not.
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_steps_are_the_parallel_form(attention: CausalAttention, length: int) -> None:
     x = _input(length, batch=1 if length > 100 else 2).requires_grad_()
     expected, y = attention(x)[0], _stepped(attention, x)[0]
@@ -111,7 +112,7 @@ def test_steps_are_the_parallel_form(attention: CausalAttention, length: int) ->
 
 @torch.no_grad()
 def test_steps_in_place_are_the_parallel_form(attention: CausalAttention) -> None:
-    x = _input(200)
+    x = _input(784)
     torch.testing.assert_close(_stepped(attention, x)[0], attention(x)[0], rtol=1e-10, atol=1e-10)
 
 
@@ -120,7 +121,7 @@ def test_steps_in_place_are_the_parallel_form(attention: CausalAttention) -> Non
 def test_every_split_continues(attention: CausalAttention, length: int) -> None:
     x = _input(length)
     expected, _ = attention(x)
-    for split in range(1, length):
+    for split in range(1, length) if length > 100 else _splits(attention, length):
         prefix, state = attention(x[:, :split])
         torch.testing.assert_close(prefix, expected[:, :split], rtol=1e-10, atol=1e-10)
         # Both forms go on from the state; stepping may use up its memory.

@@ -41,11 +41,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options += [
             "dataset.channels=1",
             f"dataset.cache={folder / 'cache'}",
-            "trainer.max_epochs=40",
+            "trainer.max_epochs=20",
             "batch_size=8",
         ]
         options += ["model.conditional=true", "model.flips=true", "optimizer.lr=0.01"]
-        options += ["trainer.check_val_every_n_epoch=20", f"hydra.run.dir={folder / 'run'}"]
+        options += ["trainer.check_val_every_n_epoch=10", f"hydra.run.dir={folder / 'run'}"]
         patch.setattr(sys, "argv", ["train.py", *options])
         train.main()
     return folder / "run"
