@@ -42,7 +42,7 @@ def test_gradients_that_wait_are_resumed(tmp_path: Path, monkeypatch: pytest.Mon
     """A validation between two batches of one step saves the first one's gradients."""
     run = tmp_path / "run"
     two = ["trainer.accumulate_grad_batches=2", "trainer.val_check_interval=3", "trainer.devices=1"]
-    copies = "+callbacks.copies._target_=tests.test_field.Copies"
+    copies = "+callbacks.copies._target_=tests.training.test_field.Copies"
     assert run_train(monkeypatch, *SMALL, *two, copies, f"hydra.run.dir={run}") == 0
     killed = tmp_path / "killed"
     saved = torch.load(killed / "checkpoints/last.ckpt", weights_only=True)
