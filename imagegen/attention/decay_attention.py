@@ -139,7 +139,7 @@ class DecayAttention(CausalAttention[DecayState]):
         if not 1 <= result < math.inf or result != round(result):
             raise UserError(
                 f"attention.{name}={factor} times head_dim={self.head_dim} makes {result:g} "
-                "features a head, which must be a whole number of at least 1; "
+                "features per head, which must be a whole number of at least 1; "
                 "change one of the two."
             )
         return round(result)

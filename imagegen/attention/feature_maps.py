@@ -279,7 +279,7 @@ def build_feature_map(
     )
     if n_features is not None:
         raise UserError(
-            f"attention.n_features={n_features} is for {' and '.join(RANDOM)} only; leave it out, "
-            f"for attention.feature_map={name} has {feature_map.feature_dim} features here."
+            f"attention.n_features={n_features} is for {' and '.join(RANDOM)} only; leave it out: "
+            f"attention.feature_map={name} has {feature_map.feature_dim} features here."
         )
     return feature_map

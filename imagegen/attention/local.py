@@ -86,7 +86,7 @@ class LocalAttention(CausalAttention[LocalState]):
         super().__init__(d_model, n_heads, head_dim, **context)
         if window < 1:
             raise UserError(
-                f"attention.window={window} must be at least 1, for a position sees itself."
+                f"attention.window={window} must be at least 1, because a position sees itself."
             )
         self.window = window
         inner = self.n_heads * self.head_dim

@@ -172,8 +172,8 @@ class LSHAttention(CausalAttention[LSHState]):
                 raise UserError(f"attention.{name}={value} must be at least {least}.")
         if n_buckets < 2 or n_buckets % 2:
             raise UserError(
-                f"attention.n_buckets={n_buckets} must be an even number of at least 2, for each "
-                "direction of a rotation gives two buckets."
+                f"attention.n_buckets={n_buckets} must be an even number of at least 2, because "
+                "each direction of a rotation gives two buckets."
             )
         if chunk_size < 1 or chunk_size % CHUNK_MULTIPLE:
             raise UserError(

@@ -128,8 +128,8 @@ def read_resume_state(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.suffix == weights_folder.SUFFIX:
         raise UserError(
-            f"{path} holds weights only, so no training goes on from it; give a .ckpt file that "
-            "train.py wrote."
+            f"{path} holds weights only, so no training can continue from it; give a .ckpt file "
+            "that train.py wrote."
         )
     content = read_checkpoint_file(path)
     metadata = _metadata(content.get(KEY), path)
@@ -214,6 +214,6 @@ def _metadata(metadata: object, path: Path) -> dict[str, Any]:
     sections = all(isinstance(metadata[key], dict) for key in ("model", "spec"))
     modest = all(is_modest(metadata[key], MAX_ENTRIES.get(key, 5_000)) for key in REQUIRED)
     if type(version) is not int or not sections or not modest:
-        raise UserError(f"{path} is damaged: what it says of its model is no set of options.")
+        raise UserError(f"{path} is damaged: what it says of its model is not a set of options.")
     naming = ("model", "dataset", "config")
     return {**metadata, **{key: with_current_names(metadata[key]) for key in naming}}

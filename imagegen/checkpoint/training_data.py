@@ -83,7 +83,7 @@ def dataset_of(
         UserError: where the data set does not take an option, is not found, or holds other images.
     """
     if not isinstance(metadata["dataset"], Mapping):
-        raise UserError("the checkpoint is damaged: its data set is no set of options.")
+        raise UserError("the checkpoint is damaged: its data set is not a set of options.")
     config = dict(metadata["dataset"])
     config.update({key: value for key, value in (overrides or {}).items() if value is not None})
     dataset: ImageDataset = build(config, ImageDataset)

@@ -81,7 +81,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: if it cannot be read, is truncated, or is no such file.
     """
-    damaged = UserError(f"{path} is truncated or damaged, or is no safetensors file; use another.")
+    damaged = UserError(
+        f"{path} is truncated or damaged, or is not a safetensors file; use another."
+    )
     safetensors = _library()
     try:
         size = path.stat().st_size

@@ -50,7 +50,7 @@ def sentence_for(error: BaseException) -> str | None:
         if kind == "MisconfigurationException":
             if "backend found" in text or "gpu" in text.lower():
                 return f"no usable GPU: {text} Choose trainer=cpu, or trainer.devices to fit."
-            return f"the trainer refuses its settings: {text}"
+            return f"the trainer rejects its settings: {text}"
         if kind == "OutOfMemoryError":
             return "the GPU's memory is full; choose a smaller batch_size or model."
         if isinstance(cause, MemoryError) or "can't allocate memory" in text:

@@ -185,7 +185,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
         unused = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", text)
         if unused:
             raise UserError(
-                f"{unused[1]} is no option of {config_name}; --help lists what it takes."
+                f"{unused[1]} is not an option of {config_name}; --help lists what it takes."
             ) from error
         plugin = re.search(r"Could not find '(hydra/(?:launcher|sweeper)/\w+)'", text)
         if plugin and plugin[1] in PLUGINS:

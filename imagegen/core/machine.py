@@ -132,7 +132,7 @@ def training_devices(options: Mapping[str, Any]) -> list[torch.device]:
                 enable_model_summary=False,
             )
         except (TypeError, ValueError) as error:
-            raise UserError(f"the trainer refuses its settings: {error}") from error
+            raise UserError(f"the trainer rejects its settings: {error}") from error
     kind = trainer.strategy.root_device.type
     if kind != "cuda":
         return [torch.device(kind)]

@@ -33,7 +33,7 @@ class ImageDataModule(LightningDataModule):
 
     Args:
         dataset: where the images come from.
-        batch_size: training images a step and a process.
+        batch_size: training images per step and a process.
         seed: of the training order.
         eval_batch_size: images a validation or test step; None is `batch_size`.
 

@@ -43,7 +43,7 @@ def read_images(
     for file in files:
         if outside is not None and file.resolve().is_relative_to(outside):
             raise UserError(
-                f"{file} lies in out={outside}, which would be replaced; choose another out."
+                f"{file} is inside out={outside}, which would be replaced; choose another out."
             )
     images = np.stack([_read(file, resize, spec) for file in files])
     return images, [str(file) for file in files]

@@ -134,7 +134,7 @@ def _fill(work: Work, folder: JobFolder, options: SampleOptions) -> None:
     print(f"{work.said(len(missing), len(images))}{told}: {options.out}")
     lacking = folder.lacks(work.files(range(work.n)))
     if lacking:
-        print(f"the other parts still have to draw {lacking} images")
+        print(f"the other parts must still draw {lacking} images")
         return
     grid, shown = work.grid(folder.path / "images")
     folder.finish(

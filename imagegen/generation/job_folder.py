@@ -97,7 +97,7 @@ class JobFolder:
         drawn = len([name for name in self._listed() if _IMAGE_NAME.fullmatch(name)])
         if drawn and self.state == UNFINISHED:
             print(
-                f"\n{self.path} keeps the {drawn} images that are there; to go on, add "
+                f"\n{self.path} keeps the {drawn} images that are there; to continue, add "
                 "resume=true to the same command",
                 file=sys.stderr,
             )
@@ -160,7 +160,7 @@ def job_folder(
                     yield JobFolder(staging, settings)
             else:
                 raise UserError(
-                    f"out={out} holds a job that is not finished; add resume=true to go on with "
+                    f"out={out} holds a job that is not finished; add resume=true to continue "
                     "it, or delete the folder."
                 )
         finally:
@@ -209,12 +209,12 @@ def _refuse_another_job(
         if key not in _FREE and earlier.get(key) != value:
             raise UserError(
                 f"out={out} holds a job with {key}={json.dumps(earlier.get(key))}, not "
-                f"{json.dumps(value)}; give the same options to go on with it, or another out."
+                f"{json.dumps(value)}; give the same options to continue it, or another out."
             )
     before, now = earlier.get("n"), settings["n"]
     if before != now and not (finished and isinstance(before, int) and before < now):
         raise UserError(
-            f"out={out} holds a job with n={before}, not {now}; give the same n to go on with it "
+            f"out={out} holds a job with n={before}, not {now}; give the same n to continue it "
             "(a finished job also takes a larger one), or another out."
         )
     entries, known = settings.get("images", []), earlier.get("images", [])

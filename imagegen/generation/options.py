@@ -67,7 +67,7 @@ class SampleOptions:
         if task == "sample":
             for name in ("images", "visible", "visible_rows", "completions"):
                 if config[name] is not None:
-                    raise UserError(f"{name} has no meaning in task=sample; add task=complete.")
+                    raise UserError(f"{name} is not used by task=sample; add task=complete.")
         controls = controls_of(config)
         completions = config["completions"]
         if completions is None:
@@ -203,4 +203,4 @@ def _label(value: object, names: Sequence[str]) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return value
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    raise UserError(f"label={opt.as_typed(value)} is none of this model's classes: {shown}.")
+    raise UserError(f"label={opt.as_typed(value)} is not one of this model's classes: {shown}.")

@@ -142,7 +142,7 @@ def check_labels(model: ImageTransformer, labels: Sequence[int]) -> None:
     """
     if model.n_classes is None:
         raise UserError(
-            "this model was trained without labels, so none can be asked for; train one with "
+            "this model was trained without labels, so it cannot draw a class; train one with "
             "model.conditional=true."
         )
     if not labels:

@@ -21,8 +21,8 @@ class Categorical(OutputHead):
         super().__init__(d_model, levels, values_per_step)
         if values_per_step > 1:
             raise UserError(
-                "head=categorical models one value a step; take model.tokens=subpixel with it, or "
-                "head=mixture_of_logistics."
+                "head=categorical models one value per step; take model.tokens=subpixel with it, "
+                "or head=mixture_of_logistics."
             )
         self.projection = nn.Linear(d_model, levels)
 

@@ -189,7 +189,7 @@ def wandb_logger(
             folder = shlex.quote(str(Path(logger.experiment.dir).parent))
             print(f"wandb: {why}this run is kept offline; upload it later: wandb sync {folder}")
         return logger
-    print(f"wandb: {why}the run goes on without it", file=sys.stderr)
+    print(f"wandb: {why}the run continues without it", file=sys.stderr)
     return None
 
 

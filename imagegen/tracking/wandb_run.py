@@ -136,7 +136,7 @@ class WandbRun(WandbLogger):
         except Exception as error:  # Whatever is wrong there, the training matters more.
             self._failed = True
             print(
-                f"wandb: it has failed ({first_line(error)[:200]}), so the run goes on without "
+                f"wandb: it has failed ({first_line(error)[:200]}), so the run continues without "
                 "it; metrics.csv has everything",
                 file=sys.stderr,
             )

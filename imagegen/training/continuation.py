@@ -185,8 +185,8 @@ class Beginning(Callback):
         assert isinstance(pl_module, ImageModule)
         if any(part not in checkpoint for part in ("loops", "callbacks", "lr_schedulers")):
             raise UserError(
-                f"{trainer.ckpt_path} holds weights only, so no training goes on from it; give a "
-                ".ckpt file that train.py wrote."
+                f"{trainer.ckpt_path} holds weights only, so no training can continue from it; give "
+                "a .ckpt file that train.py wrote."
             )
         loop = checkpoint["loops"]["fit_loop"]
         epochs = loop["epoch_progress"]["current"]["processed"]
@@ -222,7 +222,7 @@ class Beginning(Callback):
         return None not in (before, now) and before["digest"] != now["digest"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, unless the run has come to its end already."""
+        """Begin, unless the run has already finished."""
         for callback in trainer.early_stopping_callbacks:
             trainer.should_stop |= self._still_stops(callback)
         if trainer.fit_loop.done:
@@ -265,7 +265,7 @@ class Beginning(Callback):
 def say_changes(step: int, changes: Changes) -> None:
     """Print where a resumed run goes on, and with which changes."""
     texts = [f"{key}={now} ({before} until now)" for key, (before, now) in changes.items()]
-    print(f"goes on after step {step:,}{' with ' if texts else ''}{', '.join(texts)}", flush=True)
+    print(f"continues after step {step:,}{' with ' if texts else ''}{', '.join(texts)}", flush=True)
 
 
 def _in_the_middle_of_an_epoch(trainer: Trainer) -> bool:
@@ -294,7 +294,7 @@ def _try_optimizer(module: ImageModule, saved: Mapping[str, Any]) -> None:
     # What foreign code makes of a state that it does not expect may be any error.
     except Exception as error:
         raise UserError(
-            "the optimizer cannot go on with these options from the state that the checkpoint "
+            "the optimizer cannot continue with these options from the state that the checkpoint "
             f"keeps ({type(error).__name__}: {error}); leave them as they were, or start a new run."
         ) from error
     finally:

@@ -34,10 +34,10 @@ def optimizer_factory(cfg: DictConfig, model: nn.Module) -> OptimizerFactory:
         optimizer = build_optimizer(factory, model)
     # Settings of all kinds meet foreign code here.
     except Exception as error:
-        raise UserError(f"the optimizer refuses its settings: {error}.") from error
+        raise UserError(f"the optimizer rejects its settings: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"optimizer._target_={cfg.optimizer.get('_target_')} is no optimizer of PyTorch; "
+            f"optimizer._target_={cfg.optimizer.get('_target_')} is not an optimizer of PyTorch; "
             "choose one, such as torch.optim.AdamW."
         )
     return factory

@@ -79,7 +79,7 @@ def say_what(
         print(f"threads {threads}")
     if trainer.world_size > 1:
         images = cfg.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        print(f"{trainer.world_size} processes, {images} images a step")
+        print(f"{trainer.world_size} processes, {images} images per step")
     print(f"run folder: {shown(folder)}", flush=True)
 
 

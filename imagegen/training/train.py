@@ -275,7 +275,7 @@ def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
     elif trainer.max_epochs in (None, -1) or trainer.current_epoch < trainer.max_epochs:
         example = "trainer.max_time=00:08:00:00"
     raise UserError(
-        f"the run in {folder} has come to its end already ({limits(cfg)}); raise the limit to "
+        f"the run in {folder} has already finished ({limits(cfg)}); raise the limit to "
         f"train it further, for example {example}."
     )
 

@@ -135,7 +135,7 @@ def test_weights_of_another_model_are_refused(ckpt: Path, tmp_path: Path) -> Non
 
 def test_training_does_not_go_on_from_it(ckpt: Path, tmp_path: Path) -> None:
     out = export(ckpt, tmp_path / "export")
-    with pytest.raises(UserError, match="holds weights only, so no training goes on from it"):
+    with pytest.raises(UserError, match="holds weights only, so no training can continue from it"):
         read_resume_state(out / "model.safetensors")
 
 

@@ -212,7 +212,7 @@ def test_descriptions_that_are_none(changed: Callable[..., Path], metadata: dict
     with (
         sparing(),
         pytest.raises(
-            UserError, match=r"is no set of options|not one|image spec must|is not one that"
+            UserError, match=r"is not a set of options|not one|image spec must|is not one that"
         ),
     ):
         load_checkpoint(path)
@@ -266,7 +266,7 @@ def test_pickles_that_hold_themselves_many_times(tmp_path: Path) -> None:
         bomb = [bomb, bomb]
     content[KEY]["config"] = {"bomb": bomb}
     torch.save(content, path)
-    with sparing(), pytest.raises(UserError, match="is no set of options"):
+    with sparing(), pytest.raises(UserError, match="is not a set of options"):
         read_metadata(path)
 
 

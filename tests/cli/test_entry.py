@@ -123,7 +123,7 @@ def test_called_with_a_configuration() -> None:
         ("dataset=mnsit", "dataset has no choice 'mnsit'; did you mean mnist"),
         ("dataset=zzz", "choose one of digits, image_folder, mnist"),
         ("datset=mnist", r"'datset'; did you mean dataset\?"),
-        ("other=thing", "other is no option of train"),
+        ("other=thing", "other is not an option of train"),
         ("n_layers", r"'n_layers' is not of the form key=value; did you mean model\.n_layers="),
         ("zzz", "'zzz' is not of the form key=value"),
         ("note=a(b", "'note=a\\(b' cannot be read"),

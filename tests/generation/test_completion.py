@@ -181,7 +181,7 @@ def test_the_images_to_complete_are_not_replaced(grey: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     sample(grey, out, "n=2")
     before = read_images(out)
-    with pytest.raises(UserError, match=r"00000\.png lies in out=.*choose another out"):
+    with pytest.raises(UserError, match=r"00000\.png is inside out=.*choose another out"):
         sample(grey, out, "task=complete", f"images={out / 'images'}")
     assert read_images(out).keys() == before.keys()
 

@@ -159,7 +159,7 @@ def test_parts_one_after_the_other(
     for part in (3, 1, 2):
         sample(grey, tmp_path / "out", *JOBS[job], f"part={part}/3")
         assert (tmp_path / "out" / "grid.png").exists() == (part == 2)
-    assert "the other parts still have to draw" in capsys.readouterr().out
+    assert "the other parts must still draw" in capsys.readouterr().out
     assert_same_result(tmp_path / "out", whole(job))
 
 

@@ -305,5 +305,5 @@ def test_controls_out_of_range_are_refused(options: dict, sentence: str) -> None
 def test_what_a_categorical_head_does_not_have_is_refused() -> None:
     with pytest.raises(UserError, match="mixture_temperature belongs to mixtures"):
         _head("categorical", 17).check(Controls(mixture_temperature=0.5))
-    with pytest.raises(UserError, match="head=categorical models one value a step; take"):
+    with pytest.raises(UserError, match="head=categorical models one value per step; take"):
         Categorical(8, 256, values_per_step=3)

@@ -122,7 +122,7 @@ def test_labels_as_they_are_typed() -> None:
     assert labels_of([0, "cat", 2], NAMES, 3) == [0, 0, 2]
     assert labels_of("all", None, 3) == [0, 1, 2]
     for value, sentence in (
-        ("bird", "label=bird is none of this model's classes: cat, dog, 7"),
+        ("bird", "label=bird is not one of this model's classes: cat, dog, 7"),
         (3, "label=3 is none"),
         (-1, "label=-1 is none"),
         (True, "label=true is none"),

@@ -213,5 +213,5 @@ print("came to its end")
     assert done.returncode == 0, done.stderr
     assert "killed" in done.stdout
     assert "came to its end" in done.stdout
-    assert done.stderr.count("so the run goes on without it; metrics.csv has everything") == 1
+    assert done.stderr.count("so the run continues without it; metrics.csv has everything") == 1
     assert len(read_rows(tmp_path)) == 100

@@ -448,7 +448,7 @@ def test_typed_options_of_the_optimizer_take_effect_and_moments_are_kept(
     typed = ["trainer.max_epochs=2", "optimizer.lr=0.02", "optimizer.weight_decay=0.9"]
     assert run_train(monkeypatch, f"resume={run}", *typed, "optimizer.betas=[1.0e-9,0.95]") == 0
     assert (
-        "goes on after step 4 with optimizer.lr=0.02 (0.001 until now), "
+        "continues after step 4 with optimizer.lr=0.02 (0.001 until now), "
         "optimizer.betas=[1e-09, 0.95] ([0.9, 0.95] until now), "
         "optimizer.weight_decay=0.9 (0.01 until now), "
         "trainer.max_epochs=2 (1 until now)\n"
@@ -471,7 +471,9 @@ def test_an_option_that_needs_another_state_is_refused(
     before = trace(run)
     typed = ["trainer.max_epochs=2", "+optimizer.amsgrad=true", "optimizer.fused=false"]
     assert run_train(monkeypatch, f"resume={run}", *typed) == 1
-    assert "the optimizer cannot go on with these options from the state" in capsys.readouterr().err
+    assert (
+        "the optimizer cannot continue with these options from the state" in capsys.readouterr().err
+    )
     assert trace(run) == before
 
 
@@ -643,7 +645,7 @@ def test_a_run_and_its_data_can_be_moved(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 REFUSALS = {
-    (): "has come to its end already (trainer.max_epochs=2); raise the limit",
+    (): "has already finished (trainer.max_epochs=2); raise the limit",
     ("trainer.max_epochs=1",): "has done 2 epochs already, more than trainer.max_epochs=1; raise",
     (
         "trainer.max_epochs=9",
@@ -658,8 +660,8 @@ REFUSALS = {
     ("trainer.max_epochs=9", "callbacks.best.monitor=val/loss"): "callbacks.best.monitor=val/loss",
     ("trainer.max_epochs=9", "+trainer.fast_dev_run=true"): "fast_dev_run only tries a new run",
     ("trainer.max_epochs=9", "batch_size=0"): "batch_size=0",
-    ("trainer.max_epochs=9", "trainer.val_check_interval=1.5"): "the trainer refuses its settings",
-    ("trainer.max_epochs=9", "optimizer.lr=-1"): "the optimizer refuses its settings",
+    ("trainer.max_epochs=9", "trainer.val_check_interval=1.5"): "the trainer rejects its settings",
+    ("trainer.max_epochs=9", "optimizer.lr=-1"): "the optimizer rejects its settings",
 }
 
 
@@ -686,7 +688,7 @@ def test_so_does_a_refused_auto(
     before = trace(run)
     typed = [*PLAIN, "trainer.max_epochs=2", f"hydra.run.dir={run}", "resume=auto"]
     assert run_train(monkeypatch, *typed) == 1
-    assert "has come to its end already" in capsys.readouterr().err
+    assert "has already finished" in capsys.readouterr().err
     assert trace(run) == before
 
 
@@ -794,7 +796,7 @@ def test_time_that_is_spent_ends_a_run_once(
     assert run_train(monkeypatch, *PLAIN, *limits, f"hydra.run.dir={run}") == 0
     before = trace(run)
     assert run_train(monkeypatch, f"resume={run}") == 1
-    assert "has come to its end already (trainer.max_time=00:00:00:01)" in capsys.readouterr().err
+    assert "has already finished (trainer.max_time=00:00:00:01)" in capsys.readouterr().err
     assert trace(run) == before
 
 

@@ -63,7 +63,7 @@ def test_gradients_that_wait_are_resumed(tmp_path: Path, monkeypatch: pytest.Mon
         ("+callbacks.last.train_time_interval=1h", "days:hours:minutes:seconds"),
         ("callbacks.best.save_top_k=2", "+callbacks.best.save_top_k=2 passes it"),
         ("trainer.overfit_batches=1", "+trainer.overfit_batches=1 passes it"),
-        ("trainer.devices=[0]", "the trainer refuses its settings"),
+        ("trainer.devices=[0]", "the trainer rejects its settings"),
     ],
 )
 def test_refused_before_a_run(

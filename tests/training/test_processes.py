@@ -151,7 +151,7 @@ def test_two_processes_do_what_one_does_also_when_interrupted(
     assert run_train(monkeypatch, *several, _spy(spied, interrupt=9)) == 130
     _assert_none_is_left(spied)
     said = capfd.readouterr()
-    assert "2 processes, 16 images a step" in said.out
+    assert "2 processes, 16 images per step" in said.out
     assert said.err.count("stopping after this step") == said.err.count("interrupted") == 1
     assert f"to continue: python train.py resume={two}" in said.err
     assert json.loads((two / "summary.json").read_text())["state"] == "interrupted"

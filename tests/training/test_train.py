@@ -213,7 +213,7 @@ def test_bad_resumes_are_refused(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     capfd.readouterr()
     for arguments, sentence in (
-        ([f"resume={run}"], "has come to its end already (trainer.max_epochs=1)"),
+        ([f"resume={run}"], "has already finished (trainer.max_epochs=1)"),
         (
             [f"resume={run}", "model.n_layers=2"],
             "cannot be resumed with model.n_layers=2 (it has 1)",
@@ -291,7 +291,7 @@ def _section(name: str, **changed: Any) -> dict[str, Any]:
                 OmegaConf.create({"optimizer": _section("optimizer", lr=-1)}),
                 tiny_model(Digits().spec),
             ),
-            "the optimizer refuses its settings: Invalid learning rate",
+            "the optimizer rejects its settings: Invalid learning rate",
         ),
         (
             lambda: check_section("trainer", _section("trainer", num_sanity_val_steps=[1])),

@@ -258,5 +258,8 @@ def publish(
     print(f"{said} in {result['seconds']:.0f} s: {out}")
     print(f"look at {out / f'{name}.md'}")
     if plot is not None and picture is None:
-        print(f"no plot was drawn, for that takes matplotlib: {pip_install('plot', 'matplotlib')}")
+        print(
+            "no plot was drawn, because matplotlib is not installed: "
+            f"{pip_install('plot', 'matplotlib')}"
+        )
     return result

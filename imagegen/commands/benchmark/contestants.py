@@ -93,7 +93,8 @@ def choose_contestants(value: object, known: Mapping[str, T]) -> dict[str, T]:
             near = difflib.get_close_matches(name, known, 1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UserError(
-                f"contestants holds {name}, which is none; {meant}choose from {', '.join(known)}."
+                f"contestants holds {name}, which does not exist; {meant}"
+                f"choose from {', '.join(known)}."
             )
         if names.count(name) > 1:
             raise UserError(f"contestants holds {name} twice; name it once.")

@@ -54,7 +54,7 @@ class Setting:
         options = dict(config["model"])
         if options.pop("conditional"):
             raise UserError(
-                "model.conditional=true is not measured, for labels change neither time nor "
+                "model.conditional=true is not measured, because labels change neither time nor "
                 "memory; leave it out."
             )
         spec = build(config["dataset"], ImageDataset).spec

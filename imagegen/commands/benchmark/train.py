@@ -110,7 +110,7 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
         options.batch_sizes,
         device,
         guess_bytes=_GUESS,
-        unit="images a step",
+        unit="images per step",
     )
     bf16 = has_bf16(device)
 
@@ -185,7 +185,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     optimizer = str(result["optimizer"]["_target_"]).rpartition(".")[2]
 
     def table(cell: Callable[[Mapping[str, Any]], str]) -> list[str]:
-        head = ["images a step", *(f"{size:,}" for size in batch_sizes)]
+        head = ["images per step", *(f"{size:,}" for size in batch_sizes)]
         return rows([head, *([one["title"], *map(cell, one["batches"])] for one in contestants)])
 
     lines = [

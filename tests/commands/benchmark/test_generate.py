@@ -323,7 +323,10 @@ def test_what_does_not_fit_is_told_in_the_table(
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["contestants=[linaer]"], r"holds linaer, which is none; did you mean linear\? choose"),
+        (
+            ["contestants=[linaer]"],
+            r"holds linaer, which does not exist; did you mean linear\? choose",
+        ),
         (["contestants=[]"], "contestants is an empty list"),
         (["contestants=[linear,linear]"], "holds linear twice"),
         (["batch_sizes=[]"], "batch_sizes is an empty list"),
