@@ -185,8 +185,8 @@ class Beginning(Callback):
         assert isinstance(pl_module, ImageModule)
         if any(part not in checkpoint for part in ("loops", "callbacks", "lr_schedulers")):
             raise UserError(
-                f"{trainer.ckpt_path} holds weights only, so no training can continue from it; give "
-                "a .ckpt file that train.py wrote."
+                f"{trainer.ckpt_path} holds weights only, so no training can continue from it; "
+                "give a .ckpt file that train.py wrote."
             )
         loop = checkpoint["loops"]["fit_loop"]
         epochs = loop["epoch_progress"]["current"]["processed"]
