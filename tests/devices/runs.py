@@ -19,6 +19,7 @@ from torch import Tensor
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import compose
+from imagegen.commands import find_lr as command
 from imagegen.core import machine
 from imagegen.core import values as options
 from imagegen.evaluation import codec
@@ -26,7 +27,7 @@ from imagegen.evaluation import scores as evaluate
 from imagegen.evaluation import verification as verify
 from imagegen.generation import decode
 from imagegen.generation.decode import graph
-from imagegen.training import learning_rate as find_lr
+from imagegen.training import learning_rate
 from imagegen.training.module import ImageModule
 from tests.devices.simulated import Simulation
 from tests.helpers import SMALL, read_images, run_main, run_train, sample, save_colour_checkpoint
@@ -81,8 +82,8 @@ def finds_a_rate(simulation: Simulation) -> None:
     """`imagegen find-lr`, in bfloat16."""
     options_ = ("batch_size=8", "trainer.precision=bf16-mixed")
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find_lr, "STEPS", 30)
-        assert run_main(patch, find_lr.main, "find_lr", *SMALL[:6], *options_) == 0
+        patch.setattr(learning_rate, "STEPS", 30)
+        assert run_main(patch, command.main, "find_lr", *SMALL[:6], *options_) == 0
 
 
 def commands(simulation: Simulation, folder: Path) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from imagegen.commands import find_lr as command
 from imagegen.training import learning_rate as find_lr
 from tests.helpers import SMALL, run_main
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    return run_main(monkeypatch, find_lr.main, "find_lr", *options)
+    return run_main(monkeypatch, command.main, "find_lr", *options)
 
 
 def test_a_rate_is_suggested(
@@ -27,7 +28,7 @@ def test_a_rate_is_suggested(
     # A tenth of it hardly trains so small a model; Lightning's own finder suggested that.
     assert 4e-4 < float(found[1]) < 0.1
     rows = re.findall(r"^ +(\S+e-\d+) +(\d+\.\d+)$", printed, re.MULTILINE)
-    assert len(rows) >= find_lr.ROWS - 2
+    assert len(rows) >= command.ROWS - 2
     # The loss falls from where a new model is.
     assert min(float(loss) for _, loss in rows) < float(rows[0][1]) - 0.2
     assert not list(tmp_path.iterdir())
