@@ -43,7 +43,7 @@ class Check:
         name: of the row and the log.
         limit: seconds after which it is ended; what earlier checks have left is added.
         commands: one after another; the first that fails ends the check.
-        figures: what the table says about the output, such as images a second; an error that it
+        figures: what the table says about the output, such as images per second; an error that it
             raises is a failure.
         skipped: why it is not run on this machine.
         environment: variables to set.

@@ -6,7 +6,7 @@ sums and never taken as differences of longer ones, so nothing is lost to cancel
 exponent is at most zero, and a decay of any strength ends as zero instead of overflowing.
 
 Axes: `b` batch, `n` position, `h` head, `d` query/key feature, `m` value feature, `f` feature of
-the decay (`d`, or 1 for a decay a head), `c` chunk, `l` position inside a chunk, `k` block of
+the decay (`d`, or 1 for a decay per head), `c` chunk, `l` position inside a chunk, `k` block of
 positions, `s` position inside a block.
 """
 

@@ -1,7 +1,7 @@
 """What retention, SSD and gated linear attention have in common.
 
 Axes: `b` batch, `n` position, `h` head, `d` query/key feature, `m` value feature, `e` model width,
-`f` feature of the decay (`d`, or 1 for a decay a head), `w` inputs kept for the short convolution.
+`f` feature of the decay (`d`, or 1 for a decay per head), `w` inputs of the convolution.
 """
 
 from __future__ import annotations

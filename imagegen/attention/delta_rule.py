@@ -4,7 +4,7 @@ With the state S as "d m" (the transpose of the papers' S for the first two), a 
 a value v, a writing strength beta and a decay alpha:
 
 - S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T: the delta rule (Schlag et al., 2021);
-- S_t = (I - beta_t k_t k_t^T) alpha_t S_{t-1} + beta_t k_t v_t^T: gated, alpha one number a head
+- S_t = (I - beta_t k_t k_t^T) alpha_t S_{t-1} + beta_t k_t v_t^T: gated, alpha one number per head
   (Yang, Kautz and Hatamizadeh, 2025, eq. 10);
 - S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T: alpha one number a feature
   of the key (Kimi Linear, 2025, eq. 1).

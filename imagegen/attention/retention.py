@@ -1,4 +1,4 @@
-"""Retention (Sun et al., 2023, "Retentive Network"): a fixed decay a head, rotated queries, keys.
+"""Retention (Sun et al., 2023, "Retentive Network"): a fixed decay per head, rotated queries, keys.
 
 The paper's equations, for one head with its decay gamma:
 

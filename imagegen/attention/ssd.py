@@ -5,8 +5,8 @@ The paper's equations, for one head with the scalar A_t = a_t:
     h_t = A_t h_(t-1) + B_t x_t,  y_t = C_t^T h_t                                  (2)
     Y = M X,  M = L * C B^T,  L_ij = a_i ... a_(j+1) where i >= j, else 0          (section 5)
 
-with a_t = exp(Delta_t A) and B_t x_t scaled by Delta_t = softplus(.), A < 0 a number a head, as the
-paper discretises them, and D x_t added to y_t. C, B and x are the queries, keys and values of
+with a_t = exp(Delta_t A) and B_t x_t scaled by Delta_t = softplus(.), A < 0 a number per head, as
+the paper discretises them, and D x_t added to y_t. C, B and x are the queries, keys and values of
 linear attention; all heads share C and B ("multi-value attention"). The chunks of section 6 are
 what `decay.chunked_decay_attention` does.
 

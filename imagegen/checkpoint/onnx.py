@@ -5,7 +5,7 @@
                label      int64 "batch"     of models that know labels: -1 is no label
                <state>                      each tensor of the state, the batch as its first axis
     outputs    parameters float32 "batch p" of the distribution of the next step's values
-               next.<state>                 the state to go on from, one output an input
+               next.<state>                 the state to continue from, one output an input
 
 A state tensor begins as a constant that the metadata's `initial_state` names. The metadata further
 say what an image is and which distribution the parameters are of; see `step_metadata`. The file

@@ -116,7 +116,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 
 
 def read_resume_state(path: str | Path) -> dict[str, Any]:
-    """What is needed to go on from the checkpoint at `path`.
+    """What is needed to continue from the checkpoint at `path`.
 
     Returns:
         `step`, optimizer steps done; `metadata`; `precision`, in which it has trained, None where

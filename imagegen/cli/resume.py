@@ -1,7 +1,7 @@
 """Continue an interrupted run: `python train.py resume=latest`.
 
 The overrides that the run was started with are kept in its checkpoint, so nothing has to be typed
-again; what is typed now comes on top. The run goes on in its own folder.
+again; what is typed now comes on top. The run continues in its own folder.
 """
 
 from __future__ import annotations

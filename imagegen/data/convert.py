@@ -109,7 +109,7 @@ def _eight_bit(image: Image.Image, file_format: str | None, path: Path) -> Image
     """The image as L, RGB or a mode that converts to both without loss of meaning."""
     from PIL import Image
 
-    # Pillow opens 16-bit PGM files, and PNG files in older versions, with 32 bits a pixel.
+    # Pillow opens 16-bit PGM files, and PNG files in older versions, with 32 bits per pixel.
     if image.mode in _SIXTEEN_BIT or (image.mode == "I" and file_format in ("PPM", "PNG")):
         return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
     if image.mode not in _PLAIN:

@@ -1,6 +1,6 @@
 """Batches from an array of images, in an order that survives an interruption.
 
-A batch is one indexing of the whole array, which takes microseconds an image, so there are no
+A batch is one indexing of the whole array, which takes microseconds per image, so there are no
 worker processes.
 """
 

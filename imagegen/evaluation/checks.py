@@ -3,7 +3,7 @@
 A model is checked on its own device, whose sequences and parameters are there too. What a check
 computes in float64 is on its `float64_device`: on the CPU for a device without float64.
 
-Axes: `n` image, `h w c` height, width, channel, `i` position, `s` values a step, `p` parameters.
+Axes: `n` image, `h w c` height, width, channel, `i` position, `s` values per step, `p` parameters.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def forms_agree_exactly(model: ImageTransformer, sequence: Tensor) -> Check:
     parallel, steps = _log2_probs(exact, sequence.to(device))
     error = float((parallel - steps).abs().max())
     where = "" if device == model.device else f", on the {device.type.upper()}"
-    return Check(FORMS_64, f"{error:.1e} bits a value{where}", f"{tolerance:g}", error <= tolerance)
+    return Check(
+        FORMS_64, f"{error:.1e} bits per value{where}", f"{tolerance:g}", error <= tolerance
+    )
 
 
 def forms_agree_in_use(model: ImageTransformer, sequence: Tensor) -> Check:
@@ -140,7 +142,7 @@ def probabilities_sum_to_one(model: ImageTransformer, sequence: Tensor) -> Check
 def sampler_draws_the_distribution(model: ImageTransformer, sequence: Tensor, seed: int) -> Check:
     """The least p-value of chi-squared tests of drawn levels, at some positions of an image.
 
-    Of several values a step, each is tested given those that were drawn before it: the probability
+    Of several values per step, each is tested given those drawn before it: the probability
     of all levels below it, and of a random part of its own, is uniform.
     """
     tolerance = 1e-6

@@ -1,6 +1,6 @@
 """Check a checkpoint as a scientist would: `imagegen verify ckpt=…`.
 
-One line a check: what should hold, what was measured, what is still sound, and the verdict. The
+One line per check: what should hold, what was measured, what is still sound, and the verdict. The
 exit status is 1 where any check fails.
 """
 
@@ -24,7 +24,7 @@ VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 
 
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what `conf/verify.yaml` and the command line ask; print one line a check.
+    """Do what `conf/verify.yaml` and the command line ask; print one line per check.
 
     Returns:
         what is written to `out`, if that is given; `ok` is false where any check failed.

@@ -93,7 +93,7 @@ class JobFolder:
             remove_leftovers(self.path, self.path / "images")
 
     def take_back(self) -> None:
-        """Remove what `begin` has made if nothing was drawn; else say how to go on."""
+        """Remove what `begin` has made if nothing was drawn; else say how to continue."""
         drawn = len([name for name in self._listed() if _IMAGE_NAME.fullmatch(name)])
         if drawn and self.state == UNFINISHED:
             print(

@@ -33,7 +33,7 @@ class SampleOptions:
         precision: of the weights where a compiled loop draws.
         label: what was typed as label=; None for images without labels.
         dataset: options of the checkpoint's data set to replace.
-        resume: whether to go on with a job that `out` holds.
+        resume: whether to continue a job that `out` holds.
         part: (i, k) for part i, from 1 on, of k that share the work; None for all of it.
     """
 

@@ -6,8 +6,8 @@ algorithms by the number of rows, in ways of their own: where two of them round 
 at the edge of a random number may fall otherwise, and with it all that follow. `imagegen verify`
 measures it.
 
-Axes: `b` batch, `n` image or position, `k` completion, `u` uniform numbers a step, `h w c` height,
-width, channel.
+Axes: `b` batch, `n` image or position, `k` completion, `u` uniform numbers per step, `h w c`
+height, width, channel.
 """
 
 from __future__ import annotations

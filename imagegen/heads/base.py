@@ -1,7 +1,7 @@
 """The contract that every output distribution keeps.
 
-Axes: `b` batch, `e` model width, `p` parameters of the distribution, `s` values a step (a pixel's
-channels, or one), `g` known values of the step, `u` uniform numbers a step.
+Axes: `b` batch, `e` model width, `p` parameters of the distribution, `s` values per step (a pixel's
+channels, or one), `g` known values of the step, `u` uniform numbers per step.
 """
 
 from __future__ import annotations

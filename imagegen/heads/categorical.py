@@ -14,7 +14,7 @@ class Categorical(OutputHead):
     """Softmax over the levels of one value; the `p` parameters are the logits, one a level.
 
     Raises:
-        UserError: for several values a step, which it could only take for independent.
+        UserError: for several values per step, which it could only take for independent.
     """
 
     def __init__(self, d_model: int, levels: int, values_per_step: int = 1) -> None:

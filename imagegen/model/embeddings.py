@@ -3,7 +3,7 @@
 Beside that: the image's label, and a linear prediction of the next values from those seen.
 
 Axes: `b` batch, `h w c` height, width, channel, `n` position, `w` position in a window, `s` values
-a step, `f` numbers seen, `e` model width, `k` label, `a` area.
+per step, `f` numbers seen, `e` model width, `k` label, `a` area.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ValueAndSinusoid(InputEmbedding):
 
     Each takes half of the width (Katharopoulos et al., 2020, with the sinusoid of Vaswani et al.,
     2017, section 3.5). The first step has a learned embedding of its own. The embeddings of several
-    values a step, one table each, are added.
+    values per step, one table each, are added.
     """
 
     lookback = 1

@@ -1,6 +1,6 @@
 """The model: embeddings of what came before, causal attention blocks, a distribution a value.
 
-Axes: `b` batch, `h w c` height, width, channel, `n` position, `s` values a step, `e` model width,
+Axes: `b` batch, `h w c` height, width, channel, `n` position, `s` values per step, `e` model width,
 `p` parameters of the output distribution.
 """
 
@@ -232,7 +232,7 @@ class ImageTransformer(nn.Module):
             labels: see `log_prob`; a `state` has its own.
 
         Returns:
-            The distribution of the step after the prefix, and the state to go on from.
+            The distribution of the step after the prefix, and the state to continue from.
         """
         state = state or self.initial_state(prefix.shape[0], labels)
         window = torch.cat([state.recent, prefix], dim=1)

@@ -23,7 +23,7 @@ from imagegen.tracking.wandb_file import last_wandb_step
 from imagegen.tracking.wandb_run import WandbRun
 
 _START_SECONDS = 30
-"""How long wandb may try to reach its server before the run goes on offline."""
+"""How long wandb may try to reach its server before the run continues offline."""
 _WORDS = ("project", "entity", "name", "group", "notes", "id", "job_type")
 _FINISH_SECONDS = 600
 """How long wandb may upload after a run; what is left lies in the run folder."""
@@ -81,7 +81,7 @@ def build_loggers(
 
 
 def logger_state(loggers: Iterable[Logger]) -> dict[str, str]:
-    """What a checkpoint must keep so that a resumed run goes on in the same wandb run."""
+    """What a checkpoint must keep so that a resumed run continues in the same wandb run."""
     for logger in loggers:
         if isinstance(logger, WandbRun) and logger.version:
             return {"wandb_id": str(logger.version)}
@@ -135,8 +135,8 @@ def wandb_logger(
 ) -> WandbRun | None:
     """A started wandb run: online where there is a login, else offline; never asks for anything.
 
-    WANDB_MODE decides if it is set. A server that does not answer makes the run go on offline; if
-    wandb cannot start at all, training goes on without it. Each of these is told in one line.
+    WANDB_MODE decides if it is set. A server that does not answer makes the run continue offline;
+    if wandb cannot start at all, training continues without it. Each of these is told in one line.
 
     Args:
         run_dir: the run folder; wandb writes below `wandb/` in it.

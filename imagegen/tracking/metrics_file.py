@@ -17,7 +17,7 @@ from imagegen.core.files import write_atomic
 
 
 class MetricsFile(Logger):
-    """Writes metrics.csv: one row a step, up to date whenever it is read.
+    """Writes metrics.csv: one row per step, up to date whenever it is read.
 
     Resuming keeps the rows of the steps that the checkpoint knows and drops later ones, which will
     come again.

@@ -1,4 +1,4 @@
-"""A wandb run that holds one row a step, the checkpoints, and nothing that can stop a training."""
+"""A wandb run that holds one row per step, the checkpoints, and nothing that can stop a training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WandbRun(WandbLogger):
 
     What is logged at one step makes one row, whose wandb step it is. A resumed run has each row
     once, wherever it was killed. Checkpoints are artifacts `model-ID` with the aliases `best` and
-    `last`. And where wandb fails, a line says so and the training goes on without it.
+    `last`. And where wandb fails, a line says so and the training continues without it.
 
     Args:
         run: started with `wandb.init`; None in all processes but the first.

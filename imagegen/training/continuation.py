@@ -181,7 +181,7 @@ class Beginning(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a checkpoint from which training cannot go on; fit the callbacks' states."""
+        """Refuse a checkpoint from which training cannot continue; fit the callbacks' states."""
         assert isinstance(pl_module, ImageModule)
         if any(part not in checkpoint for part in ("loops", "callbacks", "lr_schedulers")):
             raise UserError(
@@ -263,7 +263,7 @@ class Beginning(Callback):
 
 @rank_zero_only
 def say_changes(step: int, changes: Changes) -> None:
-    """Print where a resumed run goes on, and with which changes."""
+    """Print where a resumed run continues, and with which changes."""
     texts = [f"{key}={now} ({before} until now)" for key, (before, now) in changes.items()]
     print(f"continues after step {step:,}{' with ' if texts else ''}{', '.join(texts)}", flush=True)
 

@@ -29,7 +29,7 @@ class ExactSteps(Callback):
         self._gradients: dict[str, torch.Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the data order go on where the checkpoint left it."""
+        """Let the data order continue where the checkpoint left it."""
         restore_loaders(trainer)
         for name, parameter in pl_module.named_parameters():
             if name in self._gradients:

@@ -16,7 +16,7 @@ LAST = Path("checkpoints", "last.ckpt")
 """Where a run folder keeps the checkpoint to continue from."""
 
 AUTO = "auto"
-"""`resume=auto`: go on with the run in `hydra.run.dir` if there is one, else begin it there."""
+"""`resume=auto`: continue the run in `hydra.run.dir` if it exists, else start it there."""
 
 _RUN_FILES = ("checkpoints", "summary.json", "metrics.csv")
 
@@ -51,7 +51,7 @@ def refuse_used_folder(cfg: Any, run_folder: Path) -> None:
 def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
     """Keep a run folder for this process alone while the block runs.
 
-    Two runs that started in the same second, or a run resumed while it still goes on, would
+    Two runs that started in the same second, or a run resumed while it still runs, would
     otherwise write to the same files. The lock ends with the process, however that ends. Further
     processes of a distributed run need none.
 

@@ -107,7 +107,7 @@ class BadNumbers(Callback):
         self._losses: list[Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The count, so that a resumed run goes on with it."""
+        """The count, so that a resumed run continues it."""
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

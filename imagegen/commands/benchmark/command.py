@@ -12,7 +12,7 @@ from imagegen.core.installation import typed
 COMMANDS = {
     name: Command(f"benchmark.{name}", what)
     for name, what in {
-        "generate": "images a second, latency and memory of generation, beside cached softmax",
+        "generate": "images per second, latency and memory of generation, beside cached softmax",
         "train": "time and memory of a training step of a whole model",
         "peer": "both against pytorch-fast-transformers, as ratios",
         "scaling": "time and memory of a training step against the length of the sequence",

@@ -1,4 +1,4 @@
-"""`imagegen benchmark generate`: images a second, latency and memory of generation."""
+"""`imagegen benchmark generate`: images per second, latency and memory of generation."""
 
 from __future__ import annotations
 

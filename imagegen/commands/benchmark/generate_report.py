@@ -13,13 +13,13 @@ class Published(NamedTuple):
     """What Katharopoulos et al. (2020) report for a model that is measured here.
 
     Tables 1 and 2: images/s on a GPU, at batch sizes that differ; table 4: the same with the
-    stateful softmax of the supplement; table 5: seconds an image at batch size 1.
+    stateful softmax of the supplement; table 5: seconds per image at batch size 1.
 
     Attributes:
         name: as the paper has it.
         ours: the contestant that it is held against; None where there is none.
         images_per_second: tables 1, 2 and 4.
-        cpu, gpu: seconds an image at batch size 1, table 5.
+        cpu, gpu: seconds per image at batch size 1, table 5.
     """
 
     name: str
@@ -50,8 +50,8 @@ DIFFERENCES = {
     "images/s": "theirs on a GPU, each row at a batch size of its own; ours on the machine named "
     "above, at its best batch size. Theirs is PyTorch code, float32 by default; our weights are "
     "16-bit whole numbers where the processor has instructions for them (`precision=auto`).",
-    "seconds an image, CPU": "one image at a time on either side, on different CPUs.",
-    "seconds an image, GPU": "one image at a time on either side, on different GPUs.",
+    "seconds per image, CPU": "one image at a time on either side, on different CPUs.",
+    "seconds per image, GPU": "one image at a time on either side, on different GPUs.",
 }
 """What differs, a line for each kind of number."""
 
@@ -64,7 +64,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# Generation",
         "",
-        f"{result['sentence']}; {last:,} steps an image, random weights; {where(result)}",
+        f"{result['sentence']}; {last:,} steps per image, random weights; {where(result)}",
         "",
         f"Median of up to {result['plan']['repeats']} repeats after one that warms up, contestants "
         "in turn (least to most in brackets). Each repeat times at most "
@@ -140,7 +140,7 @@ def _best(contestants: Sequence[Mapping[str, Any]], smallest: int) -> list[str]:
     table = [
         [
             "",
-            f"seconds an image, batch {smallest:,}",
+            f"seconds per image, batch {smallest:,}",
             "best images/s",
             "batch",
             "×",

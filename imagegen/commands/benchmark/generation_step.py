@@ -1,6 +1,6 @@
 """Steps of generation at several positions of an image; what `generate` measures in a process.
 
-Axes: `b` batch, `n` position, `s` value a step, `u` uniform number, `p` parameter.
+Axes: `b` batch, `n` position, `s` value per step, `u` uniform number, `p` parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHORT, _MOST = 0.1, 9
 
 @dataclass(frozen=True)
 class GenerationStep:
-    """Times steps at each position; a job for a `Worker`, which returns seconds a step at each.
+    """Times steps at each position; a job for a `Worker`, which returns seconds per step at each.
 
     States and caches are of random content, as they are behind that many steps.
 

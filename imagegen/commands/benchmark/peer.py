@@ -82,7 +82,7 @@ def ratios(drawn: Mapping[str, Any], trained: Mapping[str, Any]) -> list[dict[st
         inverse=True,
     )
     alone = [at_batch(one, 1) for one in pair]
-    add("seconds an image, batch 1", [a and a["seconds_for_batch"] for a in alone])
+    add("seconds per image, batch 1", [a and a["seconds_for_batch"] for a in alone])
 
     trainers = {one["name"]: one for one in trained["contestants"]}
     for index, size in enumerate(trained["plan"]["lengths"]):
@@ -145,7 +145,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         f"# Beside {PEER}",
         "",
-        f"{drawn['sentence']}; {drawn['costs']['length']:,} steps an image; {where(drawn)}",
+        f"{drawn['sentence']}; {drawn['costs']['length']:,} steps per image; {where(drawn)}",
         "",
         "Ours: linear attention, drawn as sample.py draws and trained as train.py trains. Theirs: "
         "recurrent linear attention, and causal-linear attention for training, at the same sizes. "

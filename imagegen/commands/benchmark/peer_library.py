@@ -5,7 +5,7 @@ and what it leaves to PyTorch: an embedding of the value before beside one of th
 layer, a draw from a mixture of logistics or its likelihood. Its blocks are post-norm whatever
 `model.norm_first` says.
 
-Axes: `b` batch, `n` position, `s` value a step, `k` component, `h` head, `d` feature.
+Axes: `b` batch, `n` position, `s` value per step, `k` component, `h` head, `d` feature.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PeerTrainer(_Surroundings):
         self.to(device)
 
     def loss(self, images: UInt8[Tensor, "b h w c"]) -> Float[Tensor, ""]:
-        """Mean negative log-likelihood in nats a value."""
+        """Mean negative log-likelihood in nats per value."""
         sequence = self.raster.to_sequence(images)
         before = sequence[:, :-1].long()
         before = torch.cat([before.new_full((len(before), 1, before.shape[2]), -1), before], dim=1)

@@ -98,9 +98,9 @@ def plot_generation(result: Mapping[str, Any]) -> bytes | None:
             alpha=0.15,
         )
     time.set_xlabel("position")
-    time.set_ylabel(f"milliseconds a step, batch {batch_sizes[0]:,}")
+    time.set_ylabel(f"milliseconds per step, batch {batch_sizes[0]:,}")
     rate.set_xlabel("images at a time")
-    rate.set_ylabel("images a second")
+    rate.set_ylabel("images per second")
     rate.set_xscale("log", base=2)
     rate.set_xticks(batch_sizes, [f"{size:,}" for size in batch_sizes])
     for axes in (time, rate):

@@ -179,7 +179,7 @@ def expected_bytes(trainer: Trainer, options: TrainOptions) -> float:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Seconds, images a second, memory and ratios, with what one needs to read them."""
+    """Seconds, images per second, memory and ratios, with what one needs to read them."""
     contestants = result["contestants"]
     batch_sizes = result["plan"]["lengths"]
     optimizer = str(result["optimizer"]["_target_"]).rpartition(".")[2]

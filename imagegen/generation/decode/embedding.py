@@ -1,6 +1,6 @@
 """The input embedding of a step as a sum of rows of tables.
 
-Axes: `r` row, `n` position, `k` neighbour, `s` value a step, `v` level, `e` width.
+Axes: `r` row, `n` position, `k` neighbour, `s` value per step, `v` level, `e` width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws in compiled loops: micro-batches, teams of threads, and what they share.
 
-Axes: `b` batch, `n` position, `s` value a step, `u` uniform number, `p` parameter, `e` width.
+Axes: `b` batch, `n` position, `s` value per step, `u` uniform number, `p` parameter, `e` width.
 """
 
 from __future__ import annotations

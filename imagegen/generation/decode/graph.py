@@ -9,7 +9,7 @@ the GPU safely after a recording that failed: its allocator may believe that the
 runs (PyTorch pull request 180395), and so may its random numbers ("Offset increment outside graph
 capture encountered unexpectedly").
 
-Axes: `b` batch, `n` position, `s` value a step, `u` uniform number, `p` parameter.
+Axes: `b` batch, `n` position, `s` value per step, `u` uniform number, `p` parameter.
 """
 
 from __future__ import annotations

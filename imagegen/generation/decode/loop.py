@@ -3,7 +3,7 @@
 A team of threads goes through it together. What is done to each row by itself is shared out by
 rows, matrix products by panels of outputs, attention by heads; in between, they meet.
 
-Axes: `l` layer, `r` row, `n` position, `s` value a step, `u` uniform number, `e` model width, `o`
+Axes: `l` layer, `r` row, `n` position, `s` value per step, `u` uniform number, `e` model width, `o`
 output of a layer.
 """
 

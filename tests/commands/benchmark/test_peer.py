@@ -78,7 +78,7 @@ def test_ratios_say_how_many_times_faster_or_smaller_ours_is() -> None:
     assert [row["ratio"] and row["ratio"]["median"] for row in found] == [8.0, 16.0, None, 1.5, 2.0]
     assert found[0]["what"] == "images/s, best batch against best batch (16 against 16)"
     table = markdown({"ratios": found, "generate": drawn, "train": trained})
-    assert "| seconds an image, batch 1 | 0.250 | 4.00 | ×16.0 |\n" in table
+    assert "| seconds per image, batch 1 | 0.250 | 4.00 | ×16.0 |\n" in table
     assert "- linear_bf16 at 4: skipped, for a reason." in table
 
 
@@ -168,5 +168,5 @@ def test_command_prints_the_ratios(
     )
     assert result["generate"]["plan"]["lengths"] == [1, 2]
     ratios_found = {row["what"]: row["ratio"] for row in result["ratios"]}
-    assert ratios_found["seconds an image, batch 1"]["median"] > 0
+    assert ratios_found["seconds per image, batch 1"]["median"] > 0
     assert "| seconds a training step, batch 1, float32 |" in capsys.readouterr().out
