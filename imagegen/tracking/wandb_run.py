@@ -1,4 +1,4 @@
-"""A wandb run that holds one row per step, the checkpoints, and nothing that can stop a training."""
+"""A wandb run with one row per step and the checkpoints, of which nothing can stop a training."""
 
 from __future__ import annotations
 
