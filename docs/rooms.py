@@ -7,6 +7,7 @@ down to what a room imports, as wide as there are importing modules; one at the 
 from __future__ import annotations
 
 import sys
+import textwrap
 from html import escape
 from pathlib import Path
 
@@ -18,7 +19,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, ROW, LEFT, BOX = 1180, 62, 40, 760
+WIDTH, ROW, LEFT, BOX = 1180, 78, 40, 760
 
 
 def rooms() -> list[str]:
@@ -49,14 +50,17 @@ def draw(names: list[str], arcs: dict[tuple[str, str], int]) -> str:
         lines = sum(len(path.read_text().splitlines()) for path in files)
         inside = sorted({path.relative_to(ROOT / "imagegen" / name).parts[0] for path in files})
         modules = "  ".join(part.removesuffix(".py") for part in inside if part[0] != "_")
-        shown = modules if len(modules) < 118 else modules[:115].rsplit("  ", 1)[0] + "  …"
+        texts = "".join(
+            f'<text x="{LEFT + 12}" y="{top + 38 + 15 * i}" font-size="11">{escape(text)}</text>'
+            for i, text in enumerate(textwrap.wrap(modules, 122))
+        )
         parts.append(
             f'<rect x="{LEFT}" y="{top}" width="{BOX}" height="{ROW - 14}" rx="6" '
             'fill="#f4f6f8" stroke="#5b6b7b"/>'
             f'<text x="{LEFT + 12}" y="{top + 20}" font-weight="bold">{name}</text>'
             f'<text x="{LEFT + BOX - 12}" y="{top + 20}" text-anchor="end" fill="#5b6b7b">'
             f"{len(files)} files, {lines:,} lines</text>"
-            f'<text x="{LEFT + 12}" y="{top + 38}" font-size="11">{escape(shown)}</text>'
+            f"{texts}"
         )
     for (room, other), count in sorted(arcs.items()):
         down = place[other] > place[room]

@@ -2,20 +2,17 @@
 
 `format=safetensors` writes weights and their description, which `sample.py ckpt=` and the other
 commands take like the checkpoint itself. `format=onnx` writes one step of the model for onnxruntime
-and its like; see `onnx_export`.
+and its like; see `imagegen.checkpoint.onnx`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 FORMATS = ("safetensors", "onnx")
 

@@ -1,4 +1,4 @@
-"""A model's step as a function of tensors alone, as `onnx_export` needs it."""
+"""A model's step as a function of tensors alone, as `imagegen.checkpoint.onnx` needs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Weights in safetensors and their description in JSON: a folder that other programs read too.
 
 model.safetensors    the weights, under the names that the model gives them
-config.json          what the checkpoint says of them; see `checkpoint.LoadedCheckpoint`
+config.json          what the checkpoint says of them; see `reading.LoadedCheckpoint`
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def rewrite(argv: list[str]) -> list[str]:
 @hydra_entry("train", rewrite=rewrite, check=refuse_used_folder)
 def main(config: DictConfig) -> float | None:
     """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
-    from imagegen.training.train import train
+    from imagegen.training.training_run import train
 
     best: float | None = train(config)["best_bits_per_dim"]
     return best

@@ -27,10 +27,10 @@ from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable, staged_folder, write_atomic
 from imagegen.core.machine import rounding
 from imagegen.core.progress import image_progress
+from imagegen.data.base import SPLIT_NAMES
 
 MAGIC, FORMAT_VERSION = b"IGC", 3
 PREFIX, CRC, REST = struct.Struct("<3sB"), struct.Struct("<I"), struct.Struct("<I8s8s")
-SPLITS = ("train", "val", "test")
 
 
 def compress(config: Mapping[str, Any]) -> Path:
@@ -54,7 +54,7 @@ def compress(config: Mapping[str, Any]) -> Path:
     ensure_writable(out)
     limit = opt.optional_whole_number(config["limit"], "limit", 1)
     resize = opt.flag(config["resize"], "resize")
-    split = opt.choice(config["split"], "split", SPLITS)
+    split = opt.choice(config["split"], "split", SPLIT_NAMES)
     device = opt.resolve_device(config["device"])
     source = load_source(opt.checkpoint_path(config["ckpt"]), device)
     model = source.loaded.model

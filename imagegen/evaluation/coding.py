@@ -20,13 +20,12 @@ from imagegen.core.errors import UserError
 from imagegen.core.float64 import to_float64
 from imagegen.core.inference import inference
 from imagegen.core.installation import pip_install
-from imagegen.generation.sampling_loop import ROW_GROUP
+from imagegen.generation.sampling_loop import ROW_GROUP, Progress
 from imagegen.model.transformer import ImageTransformer
 
 BATCH = 64
 """Images that are coded side by side. Files depend on it: both ways must round alike."""
 
-Progress = Callable[[float], None]
 Code = Callable[[Float[np.ndarray, "b v"], slice, int], Integer[np.ndarray, " b"]]
 
 

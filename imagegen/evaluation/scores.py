@@ -22,6 +22,7 @@ from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable, write_atomic
 from imagegen.core.machine import describe
 from imagegen.core.progress import image_progress
+from imagegen.data.base import SPLIT_NAMES
 from imagegen.generation.options import PRECISIONS
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from imagegen.data.base import ImageDataset, ImageSplit
     from imagegen.model.transformer import ImageTransformer
 
-SPLITS = ("train", "val", "test")
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
 """Dimensions scored together by default: few enough for a CPU's cache, enough to fill a GPU."""
 
@@ -170,7 +170,7 @@ class ScoreOptions:
         """
         options = cls(
             ckpt=opt.checkpoint_path(config["ckpt"]),
-            split=opt.choice(config["split"], "split", SPLITS),
+            split=opt.choice(config["split"], "split", SPLIT_NAMES),
             batch_size=opt.optional_whole_number(config["batch_size"], "batch_size", 1),
             limit=opt.optional_whole_number(config["limit"], "limit", 1),
             labels=opt.flag(config["labels"], "labels"),

@@ -137,7 +137,8 @@ def test_the_gpus_in_use_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_other_devices_keep_float32() -> None:
+def test_other_devices_keep_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(machine.FORCE_BF16, raising=False)
     assert bf16(torch.device("mps")) == Choice("no", "untested on mps devices")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from imagegen.core.spec import ImageSpec
-from imagegen.evaluation import checks as verify_checks
+from imagegen.evaluation import checks
 from imagegen.evaluation.scores import score_images
 from imagegen.generation.sampling_loop import generate
 from imagegen.model.transformer import ImageTransformer, ModelState
@@ -74,17 +74,17 @@ def test_company_may_change_the_rounding_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ImageTransformer, "step", by_rows)
     # The last pixel falls otherwise each time, which rounding alone does too seldom to be seen.
-    monkeypatch.setattr(verify_checks, "generate", differing)
+    monkeypatch.setattr(checks, "generate", differing)
     with torch.inference_mode():
-        found = verify_checks.images_do_not_depend_on_company(model, seed=0)
+        found = checks.images_do_not_depend_on_company(model, seed=0)
         assert found.ok is False
         assert found.figure == "2 of 40 values differ"
         with cuda():
             model.to("cuda")
-            found = verify_checks.images_do_not_depend_on_company(model, seed=0)
+            found = checks.images_do_not_depend_on_company(model, seed=0)
             assert found.ok
             assert found.tolerance == "0.001"
             assert found.figure.startswith("2 of 40 values differ, ")
             assert found.figure.endswith(" bits/dim")
             scale = 1e-2
-            assert verify_checks.images_do_not_depend_on_company(model, seed=0).ok is False
+            assert checks.images_do_not_depend_on_company(model, seed=0).ok is False

@@ -11,7 +11,7 @@ import torch
 
 from imagegen.core.errors import UserError
 from imagegen.core.values import resolve_device
-from imagegen.evaluation import checks as verify_checks
+from imagegen.evaluation import checks
 from imagegen.evaluation.scores import score_images
 from imagegen.generation.decode import choose_decoder
 from imagegen.heads.controls import Controls
@@ -62,7 +62,7 @@ def test_verify_says_where_it_computes_in_float64() -> None:
     with mps(), torch.inference_mode():
         model.to("mps")
         sequence = torch.zeros(1, 6, 1, dtype=torch.uint8, device="mps")
-        found = verify_checks.forms_agree_exactly(model, sequence)
+        found = checks.forms_agree_exactly(model, sequence)
         assert found.ok
         assert found.figure.endswith("bits a value, on the CPU")
         assert model.device.type == "mps"

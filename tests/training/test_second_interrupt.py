@@ -25,7 +25,7 @@ from tests.helpers import SMALL, write_image
 CHILD = """
 import json, os, signal, sys
 from hydra.utils import get_object
-import imagegen.training.train, imagegen.commands.train, train
+import imagegen.training.training_run, imagegen.commands.train, train
 
 def arm(where, passes, ending, signals):
     owner, _, name = where.rpartition(".")
@@ -73,10 +73,10 @@ class Strike(NamedTuple):
 
 
 STRIKES = [
-    Strike("imagegen.training.train.build_dataset", begun=False),
-    Strike("imagegen.training.train.ImageTransformer", begun=False),
-    Strike("imagegen.training.train.prepare", begun=False),
-    Strike("imagegen.training.train._write_config", begun=False),
+    Strike("imagegen.training.training_run.build_dataset", begun=False),
+    Strike("imagegen.training.training_run.ImageTransformer", begun=False),
+    Strike("imagegen.training.training_run.prepare", begun=False),
+    Strike("imagegen.training.training_run._write_config", begun=False),
     Strike("imagegen.core.files.os.fsync", begun=None),
     Strike("imagegen.core.files.os.fsync", 8),
     Strike("imagegen.training.module.ImageModule.training_step", 3),
@@ -88,8 +88,8 @@ STRIKES = [
     Strike("imagegen.training.callbacks.generate"),
     Strike("imagegen.training.callbacks.save_png", 1),
     Strike("imagegen.tracking.metrics_file.MetricsFile._append", 1),
-    Strike("imagegen.training.train._close", state="finished"),
-    Strike("imagegen.training.train.say_result", state="finished"),
+    Strike("imagegen.training.training_run._close", state="finished"),
+    Strike("imagegen.training.training_run.say_result", state="finished"),
 ]
 
 
@@ -203,10 +203,10 @@ def test_two_processes(tmp_path: Path, pause: float) -> None:
 
 INTERRUPTED_FINISH = """
 import os, signal, sys
-import imagegen.training.train, train
+import imagegen.training.training_run, train
 from imagegen.training.module import ImageModule
 
-step, closed = ImageModule.training_step, imagegen.training.train._close
+step, closed = ImageModule.training_step, imagegen.training.training_run._close
 
 def training_step(self, *args):
     if self.trainer.global_step == 2:
@@ -218,7 +218,7 @@ def close(*args):
     closed(*args)
     print("not interrupted")
 
-ImageModule.training_step, imagegen.training.train._close = training_step, close
+ImageModule.training_step, imagegen.training.training_run._close = training_step, close
 train.main()
 """
 
