@@ -35,9 +35,9 @@ COMMANDS = {
     "sample": Command("sample", "draw images, or complete partial ones"),
     "evaluate": Command("evaluate", "score a model on a split: bits/dim, accuracy"),
     "compress": Command("compress", "store images without loss"),
-    "decompress": Command("decompress", "get them back"),
+    "decompress": Command("decompress", "restore compressed images"),
     "export": Command("export", "write a model as safetensors or ONNX"),
-    "verify": Command("verify", "check a model as a scientist would"),
+    "verify": Command("verify", "check that a model is correct"),
     "runs": Command("runs", "list runs, the best first", hydra=False),
     "find-lr": Command("find_lr", "look for a learning rate"),
     "benchmark": Command("benchmark.command", "measure this machine"),
@@ -50,8 +50,8 @@ Autoregressive image models with linear attention.
   imagegen COMMAND key=value …"""
 
 FOOT = """\
-imagegen COMMAND --help lists the options of a command. Data are kept in data/ and runs in outputs/:
-in the clone that is installed with pip install -e, and else in the working directory.
+imagegen COMMAND --help lists the options of a command. Data are in data/ and runs in outputs/:
+in the clone if it is installed with pip install -e, otherwise in the working directory.
 eval "$(imagegen -sc install=bash)" lets bash complete commands and options."""
 
 

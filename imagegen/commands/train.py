@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from imagegen.cli.entry import hydra_entry
 from imagegen.cli.resume import rewrite_resume
 from imagegen.core.memory import keep_freed_memory
 from imagegen.training.processes import require_one_folder
-from imagegen.training.run_folder import refuse_used_folder
+from imagegen.training.run_folder import refuse_used_folder, remove_if_unused
 
 
 def rewrite(argv: list[str]) -> list[str]:
@@ -19,7 +23,13 @@ def rewrite(argv: list[str]) -> list[str]:
 @hydra_entry("train", rewrite=rewrite, check=refuse_used_folder)
 def main(config: DictConfig) -> float | None:
     """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
-    from imagegen.training.training_run import train
+    try:
+        from imagegen.training.training_run import train
+    except KeyboardInterrupt:
+        # Importing takes seconds. PyTorch would log what it has in its caches.
+        logging.disable()
+        remove_if_unused(Path(HydraConfig.get().runtime.output_dir))
+        raise
 
     best: float | None = train(config)["best_bits_per_dim"]
     return best

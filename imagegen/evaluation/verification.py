@@ -1,4 +1,4 @@
-"""Check a checkpoint as a scientist would: `imagegen verify ckpt=…`.
+"""Check that a checkpoint is correct: `imagegen verify ckpt=…`.
 
 One line per check: what should hold, what was measured, what is still sound, and the verdict. The
 exit status is 1 where any check fails.

@@ -31,6 +31,7 @@ from imagegen.data.loading import TrainOrder
 from imagegen.training.lightning_fixes import end_no_epoch_twice
 from imagegen.training.module import ImageModule
 from imagegen.training.optimizers import build_optimizer
+from imagegen.training.run_folder import has_finished
 
 Changes = dict[str, tuple[Any, Any]]
 """Options by name, with their values until now and from now on; `UNSET` where there was none."""
@@ -177,6 +178,7 @@ class Beginning(Callback):
         self.data: Mapping[str, Any] = {}
         self.begun = False
         self._incomparable: list[Path] = []
+        self._spent = False
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -198,6 +200,12 @@ class Beginning(Callback):
         started = loop["epoch_progress"]["current"]["started"]
         if epochs == started and loop["epoch_loop.batch_progress"]["is_last_batch"]:
             end_no_epoch_twice(trainer)
+        self._spent = (
+            trainer.max_epochs not in (None, -1)
+            and started >= trainer.max_epochs
+            and loop["epoch_loop.batch_progress"]["is_last_batch"]
+            and has_finished(Path(trainer.default_root_dir))
+        )
         if any(key.startswith("optimizer.") for key in self.changes):
             for saved in checkpoint.get("optimizer_states", []):
                 _try_optimizer(pl_module, saved)
@@ -225,6 +233,8 @@ class Beginning(Callback):
         """Begin, unless the run has already finished."""
         for callback in trainer.early_stopping_callbacks:
             trainer.should_stop |= self._still_stops(callback)
+        # A validation at the end of the last epoch saves before Lightning counts that epoch.
+        trainer.should_stop |= self._spent
         if trainer.fit_loop.done:
             return
         if _in_the_middle_of_an_epoch(trainer):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,3 +81,23 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def has_finished(folder: Path) -> bool:
+    """Whether the summary in a run folder says that the run came to its end."""
+    try:
+        return bool(json.loads((folder / "summary.json").read_text())["state"] == "finished")
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove a run folder that holds a log at most: no run has begun in it."""
+    if is_first_process() and {path.name for path in folder.iterdir()} <= {"train.log"}:
+        # Its log is opened by the first line, which may still come.
+        for handler in list(logging.root.handlers):
+            if isinstance(handler, logging.FileHandler):
+                if Path(handler.baseFilename).parent == folder:
+                    logging.root.removeHandler(handler)
+                    handler.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +21,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from imagegen.checkpoint.reading import make_metadata, read_resume_state
 from imagegen.checkpoint.training_data import build_dataset, remember
 from imagegen.core.build import build_section
+from imagegen.core.durations import parse_duration
 from imagegen.core.errors import UserError
 from imagegen.core.files import remove_leftovers, write_atomic
 from imagegen.core.installation import typed
@@ -47,7 +46,13 @@ from imagegen.training.module import ImageModule, Schedule
 from imagegen.training.optimizers import optimizer_factory
 from imagegen.training.processes import check_sharding
 from imagegen.training.profile import ProfileReport
-from imagegen.training.run_folder import AUTO, LAST, claim_run_folder
+from imagegen.training.run_folder import (
+    AUTO,
+    LAST,
+    claim_run_folder,
+    has_finished,
+    remove_if_unused,
+)
 from imagegen.training.stopping import (
     BadNumbers,
     Diverged,
@@ -95,7 +100,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
             run.report(summary)
             return summary
         finally:
-            _remove_if_unused(folder)
+            remove_if_unused(folder)
 
 
 class TrainingRun:
@@ -260,8 +265,7 @@ def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
     if cfg.resume is None:
         batches = f"trainer.limit_train_batches={cfg.trainer.get('limit_train_batches')}"
         raise UserError(f"there is nothing to train with {limits(cfg)}, {batches}.")
-    summary = folder / "summary.json"
-    if summary.exists() and json.loads(summary.read_text())["state"] != "finished":
+    if (folder / "summary.json").exists() and not has_finished(folder):
         return
     stopped = why_stopped(trainer)
     if stopped:
@@ -269,27 +273,22 @@ def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
             f"the run in {folder} was ended by early stopping ({stopped}); to train it further, "
             "raise its patience, for example callbacks.early_stopping.patience=20."
         )
-    example = "trainer.max_epochs=40"
     if 0 < trainer.max_steps <= trainer.global_step:
         example = f"trainer.max_steps={2 * trainer.max_steps}"
-    elif trainer.max_epochs in (None, -1) or trainer.current_epoch < trainer.max_epochs:
-        example = "trainer.max_time=00:08:00:00"
+    elif cfg.trainer.get("max_time") is None or trainer.current_epoch == trainer.max_epochs:
+        example = f"trainer.max_epochs={2 * int(trainer.max_epochs or 1)}"
+    else:
+        spent = parse_duration("trainer.max_time", cfg.trainer.max_time)
+        seconds = 2 * int(spent.total_seconds())
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        example = "trainer.max_time={:02}:{:02}:{:02}:{:02}".format(
+            *divmod(hours, 24), minutes, seconds
+        )
     raise UserError(
         f"the run in {folder} has already finished ({limits(cfg)}); raise the limit to "
         f"train it further, for example {example}."
     )
-
-
-def _remove_if_unused(folder: Path) -> None:
-    """Remove a run folder that holds a log at most: no run has begun in it."""
-    if is_first_process() and {path.name for path in folder.iterdir()} <= {"train.log"}:
-        # Its log is opened by the first line, which may still come.
-        for handler in list(logging.root.handlers):
-            if isinstance(handler, logging.FileHandler):
-                if Path(handler.baseFilename).parent == folder:
-                    logging.root.removeHandler(handler)
-                    handler.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _placed(dataset: Mapping[str, Any]) -> dict[str, Any]:

@@ -298,7 +298,7 @@ def test_archives_that_unpack_to_more(tmp_path: Path) -> None:
 def test_headers_of_safetensors(tmp_path: Path, header: bytes) -> None:
     folder = _change_folder(tmp_path, lambda metadata: None)
     (folder / "model.safetensors").write_bytes(header)
-    with sparing(), pytest.raises(UserError, match="truncated or damaged, or is no safetensors"):
+    with sparing(), pytest.raises(UserError, match="truncated or damaged, or is not a safetensors"):
         load_checkpoint(folder)
 
 

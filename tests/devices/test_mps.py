@@ -64,7 +64,7 @@ def test_verify_says_where_it_computes_in_float64() -> None:
         sequence = torch.zeros(1, 6, 1, dtype=torch.uint8, device="mps")
         found = checks.forms_agree_exactly(model, sequence)
         assert found.ok
-        assert found.figure.endswith("bits a value, on the CPU")
+        assert found.figure.endswith("bits per value, on the CPU")
         assert model.device.type == "mps"
 
 

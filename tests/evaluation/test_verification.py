@@ -19,6 +19,7 @@ from torch import Tensor
 from imagegen.attention.linear import LinearAttention
 from imagegen.attention.softmax import SoftmaxAttention
 from imagegen.cli.entry import PROJECT_ROOT, compose
+from imagegen.commands import verify as verify_command
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.evaluation import verification as verify
@@ -293,7 +294,7 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(patch: pytest.MonkeyPatch, *argv: str) -> int:
-    return run_main(patch, verify.main, "verify", *argv)
+    return run_main(patch, verify_command.main, "verify", *argv)
 
 
 def test_the_command_prints_a_line_a_check(

@@ -123,9 +123,9 @@ def test_labels_as_they_are_typed() -> None:
     assert labels_of("all", None, 3) == [0, 1, 2]
     for value, sentence in (
         ("bird", "label=bird is not one of this model's classes: cat, dog, 7"),
-        (3, "label=3 is none"),
-        (-1, "label=-1 is none"),
-        (True, "label=true is none"),
+        (3, "label=3 is not one"),
+        (-1, "label=-1 is not one"),
+        (True, "label=true is not one"),
         ([], "label is an empty list"),
     ):
         with pytest.raises(UserError, match=sentence):

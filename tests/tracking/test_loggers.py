@@ -324,7 +324,7 @@ for name, value in {[(name, value) for name, (value, _) in refused.items()]}:
         out, err = capfd.readouterr()
         assert (out + err).count("\n") == 1
         assert "could not start (the server is away), so" in out + err
-        assert ("goes on without it" in err) == also_offline
+        assert ("continues without it" in err) == also_offline
 
 
 class TestTensorBoard:

@@ -362,7 +362,7 @@ def _recall(
     monkeypatch.setattr(
         continuation,
         "read_metadata",
-        lambda path: {"config": OmegaConf.to_container(saved), "overrides": []},
+        lambda path: {"config": OmegaConf.to_container(saved), "overrides": [], "dataset": {}},
     )
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"job": {"config_name": ""}}))
     monkeypatch.setattr("hydra.compose", lambda name, overrides: saved)
@@ -650,7 +650,7 @@ REFUSALS = {
     (
         "trainer.max_epochs=9",
         "trainer.max_steps=3",
-    ): "come to its end already (trainer.max_epochs",
+    ): "has already finished (trainer.max_epochs",
     ("trainer.max_epochs=9", "trainer.max_time=00:00:00:00"): "leaves no time to train",
     ("trainer.max_epochs=9", "model.n_layers=2"): "model.n_layers=2 (it has 1): the weights are",
     ("trainer.max_epochs=9", "attention=softmax"): "SoftmaxAttention (it has imagegen.attention.li",
@@ -917,3 +917,17 @@ def test_so_are_those_of_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run_train(monkeypatch, f"resume={run}", *typed) == 0
     assert summary(run)["best_bits_per_dim"] == float(rows(run)[-1]["val/bits_per_dim"])
     assert len(list((run / "checkpoints").glob("best-before-step-*.ckpt"))) == 1
+
+
+def test_a_run_that_validates_every_other_epoch_ends_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(*PLAIN, "trainer.max_epochs=2", "trainer.check_val_every_n_epoch=2")
+    before = trace(run)
+    assert run_train(monkeypatch, f"resume={run}") == 1
+    error = capsys.readouterr().err
+    assert "has already finished (trainer.max_epochs=2); raise the limit to train it" in error
+    assert "for example trainer.max_epochs=4." in error
+    assert trace(run) == before
+    assert run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=4") == 0
+    assert last(run)["global_step"] == 16

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -342,3 +345,17 @@ def test_optimizers_are_given_plain_lists() -> None:
     """PyTorch 2.9 keeps them as they are, and of OmegaConf's no checkpoint could be read."""
     factory = build_section(compose("train").optimizer, "optimizer", Callable)
     assert type(factory.keywords["betas"]) is list
+
+
+def test_an_interrupt_while_libraries_load_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Loading(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    monkeypatch.setitem(sys.modules, "imagegen.training.training_run", Loading("loading"))
+    assert run_train(monkeypatch, *SMALL, f"hydra.run.dir={tmp_path / 'run'}") == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+    assert not (tmp_path / "run").exists()
