@@ -60,8 +60,11 @@ def _version(package: str) -> str:
 
 def main() -> None:
     """Command-line entry: print what was found and decided."""
+    usage = f"{typed('machine')} takes no options; it prints what was found and decided."
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(usage)
+        return
     if sys.argv[1:]:
-        print(f"{typed('machine')} takes no options; it prints what was found and decided.")
-        sys.exit(0 if sys.argv[1] in ("--help", "-h") else 1)
+        sys.exit(f"error: {usage}")
     for name, value in _report():
         print(f"{name:17} {value}")

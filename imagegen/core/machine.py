@@ -26,6 +26,7 @@ AUTO = "auto"
 TF32 = "tf32"
 """`trainer.precision=tf32`: 32-true whose matrix products a GPU rounds to TensorFloat-32."""
 
+_PRECISIONS = "32-true bf16-mixed 16-mixed 64-true bf16-true 16-true transformer-engine".split()
 _LONG_NAMES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 
 FORCE_BF16 = "IMAGEGEN_BF16"
@@ -157,12 +158,17 @@ def training_precision(
         the options, and the precision with its reason.
 
     Raises:
-        UserError: for `tf32` without an NVIDIA GPU.
+        UserError: for an unknown precision, and for `tf32` without an NVIDIA GPU.
         MisconfigurationException: where the devices do not exist.
     """
     asked = str(options.get("precision") or "32-true")
     if asked != AUTO:
         choice = Choice(_LONG_NAMES.get(asked, asked), "as configured")
+        if not choice.value.startswith((TF32, *_PRECISIONS)):
+            raise UserError(
+                f"trainer.precision={asked} is unknown; it can be {AUTO}, {TF32} (on a GPU), "
+                f"{', '.join(_PRECISIONS)}."
+            )
     elif recorded is not None:
         choice = Choice(recorded, "as this run began")
     else:

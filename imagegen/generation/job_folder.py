@@ -205,6 +205,11 @@ def _refuse_another_job(
     out: Path, earlier: Mapping[str, Any], settings: Mapping[str, Any], finished: bool
 ) -> None:
     """Only the same job can be continued; a finished one by more images as well."""
+    if earlier.get("checkpoint_sha256") != settings["checkpoint_sha256"]:
+        raise UserError(
+            f"out={out} holds a job from another checkpoint, or from {settings['checkpoint']} "
+            "before it was trained further; give that checkpoint to continue it, or another out."
+        )
     for key, value in settings.items():
         if key not in _FREE and earlier.get(key) != value:
             raise UserError(

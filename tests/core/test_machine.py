@@ -416,9 +416,13 @@ def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     for name in ("processor", "instruction sets", "threads", "training", "drawing", "torch"):
         assert lines[name]
     monkeypatch.setattr(sys, "argv", ["machine", "x"])
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match=r"error: .* takes no options"):
         command.main()
-    assert stop.value.code == 1
+
+
+def test_an_unknown_precision_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"precision=foo is unknown; it can be auto, tf32"):
+        training_precision({"precision": "foo"})
 
 
 # Systems that are not Unix
