@@ -36,7 +36,7 @@ OPTIONS = [
 CHILD = """
 import json, os, signal, sys
 import imagegen.core.errors, train
-from imagegen.training import callbacks, checkpoint_callbacks, module, train as training
+from imagegen.training import callbacks, checkpoint_callbacks, module, training_run as training
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
