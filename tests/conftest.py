@@ -26,8 +26,13 @@ CHECKED = ["imagegen"]
 # too, and numba cannot compile them then.
 if Version(jaxtyping_version) < Version("0.3.11"):
     package = Path(__file__).resolve().parent.parent / "imagegen"
-    names = {module.name for module in pkgutil.iter_modules([str(package)])}
-    CHECKED = [f"imagegen.{name}" for name in sorted(names - {"decode"})]
+
+    def inside(folder: Path, left_out: str) -> list[str]:
+        place = ".".join(folder.relative_to(package.parent).parts)
+        names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
+        return [f"{place}.{name}" for name in names if name != left_out]
+
+    CHECKED = inside(package, "generation") + inside(package / "generation", "decode")
 install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
