@@ -32,3 +32,10 @@ def parse_duration(name: str, text: object) -> timedelta:
     if not duration:
         raise UserError(f"{name}={text} leaves no time to train; give at least a second.")
     return duration
+
+
+def duration_text(duration: timedelta) -> str:
+    """The inverse of `parse_duration`, in whole seconds."""
+    minutes, seconds = divmod(duration.seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{duration.days:02}:{hours:02}:{minutes:02}:{seconds:02}"

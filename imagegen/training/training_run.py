@@ -21,7 +21,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from imagegen.checkpoint.reading import make_metadata, read_resume_state
 from imagegen.checkpoint.training_data import build_dataset, remember
 from imagegen.core.build import build_section
-from imagegen.core.durations import parse_duration
+from imagegen.core.durations import duration_text, parse_duration
 from imagegen.core.errors import UserError
 from imagegen.core.files import remove_leftovers, write_atomic
 from imagegen.core.installation import typed
@@ -279,12 +279,7 @@ def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
         example = f"trainer.max_epochs={2 * int(trainer.max_epochs or 1)}"
     else:
         spent = parse_duration("trainer.max_time", cfg.trainer.max_time)
-        seconds = 2 * int(spent.total_seconds())
-        minutes, seconds = divmod(seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        example = "trainer.max_time={:02}:{:02}:{:02}:{:02}".format(
-            *divmod(hours, 24), minutes, seconds
-        )
+        example = f"trainer.max_time={duration_text(2 * spent)}"
     raise UserError(
         f"the run in {folder} has already finished ({limits(cfg)}); raise the limit to "
         f"train it further, for example {example}."
