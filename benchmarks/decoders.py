@@ -159,7 +159,7 @@ def model_of(data: str) -> ImageTransformer:
 
 
 def _made(make: Callable[[ImageTransformer], Way], model: ImageTransformer) -> Any:
-    """The way, or why there is none, and the seconds it took."""
+    """The way, or why it cannot be had, and the seconds it took."""
     started = time.perf_counter()
     way: Way | Exception
     try:

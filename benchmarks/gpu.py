@@ -280,7 +280,7 @@ def _drawings(run: Commands, gpus: int) -> list[Check]:
                 run.sampling("sample-second-gpu", "n=64", on="cuda:1"),
             ],
             _drawn(out / "sample-second-gpu", run.gpu),
-            "there is no second GPU" if gpus < 2 else None,
+            "this machine has no second GPU" if gpus < 2 else None,
         ),
         Check("mechanisms", 50, [run.python(__file__, "--mechanisms", "--device", run.device)]),
     ]
@@ -420,7 +420,7 @@ def _line_with(pattern: str, output: str) -> str:
     """The first line with what the pattern describes; every run of spaces is one.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: if it has none.
     """
     for line in output.splitlines():
         # Commands begin with a dollar sign.

@@ -109,7 +109,7 @@ class CausalAttention(nn.Module, ABC, Generic[State]):
 
     @abstractmethod
     def step(self, x: Float[Tensor, "b e"], state: State) -> tuple[Float[Tensor, "b e"], State]:
-        """One position; may reuse the memory of `state` where no gradient is asked for."""
+        """One position; may reuse the memory of `state` where no gradient is needed."""
 
     @abstractmethod
     def initial_state(self, batch_size: int) -> State:

@@ -18,7 +18,7 @@ FIRST_CAPACITY = 64
 def ring_in_order(ring: Shaped[Tensor, "b h w f"], length: int) -> Shaped[Tensor, "b h w f"]:
     """The last w of `length` positions, oldest first; those before position 0 are zeros.
 
-    Position p lies in place p % w of the ring, so that a new one overwrites the oldest.
+    Position p is in place p % w of the ring, so that a new one overwrites the oldest.
     """
     return ring.roll(-(length % ring.shape[2]), dims=2)
 
@@ -52,7 +52,7 @@ def history_step(
 ) -> Shaped[Tensor, "b h larger f"]:
     """The history, whose first `length` places are taken, after one position.
 
-    In the same memory where no gradient is asked for and there is room.
+    In the same memory where no gradient is needed and there is room.
     """
     if torch.is_grad_enabled():
         return torch.cat([history[:, :, :length], new.to(history.dtype)], dim=2)

@@ -1,9 +1,9 @@
 """Linear attention whose state decays: S_t = diag(a_t) S_(t-1) + k_t v_t^T, o_t = q_t^T S_t.
 
 Retention, SSD and gated linear attention differ in where a_t comes from. It is given as its
-logarithm, one a head or one a feature, never positive. Sums of logarithms are built up from shorter
-sums and never taken as differences of longer ones, so nothing is lost to cancellation, every
-exponent is at most zero, and a decay of any strength ends as zero instead of overflowing.
+logarithm, one per head or one per feature, never positive. Sums of logarithms are built up from
+shorter sums and never taken as differences of longer ones, so nothing is lost to cancellation,
+every exponent is at most zero, and a decay of any strength ends as zero instead of overflowing.
 
 Axes: `b` batch, `n` position, `h` head, `d` query/key feature, `m` value feature, `f` feature of
 the decay (`d`, or 1 for a decay per head), `c` chunk, `l` position inside a chunk, `k` block of
@@ -84,7 +84,7 @@ def recurrent_decay_attention(
     log_decay: Float[Tensor, "#b h #d"],
     s: Float[Tensor, "b h d m"],
 ) -> tuple[Float[Tensor, "b h m"], Float[Tensor, "b h d m"]]:
-    """One step of the recurrence: update S (in place where no gradient is asked for) and read."""
+    """One step of the recurrence: update S (in place where no gradient is needed) and read."""
     decay = log_decay.exp().unsqueeze(-1)
     k, v = k.unsqueeze(-1), v.unsqueeze(-2)
     s = decay * s + k * v if torch.is_grad_enabled() else s.mul_(decay).addcmul_(k, v)

@@ -99,7 +99,7 @@ def chunked_delta_rule(
         q_from_start, k_from_start, k_to_end = q * decay, k * decay, k * to_end.exp()
         chunk_decay = decay[:, :, :, -1].unsqueeze(-1)
 
-    # Transposed, the solver takes the matrices as they lie in memory. It reads one triangle only.
+    # Transposed, the solver takes the matrices in their memory layout. It reads one triangle only.
     written, erased = torch.linalg.solve_triangular(
         (beta * k_by_k).mT,
         (beta * torch.cat([v, k_from_start], dim=-1)).mT,
@@ -109,7 +109,7 @@ def chunked_delta_rule(
     ).mT.split([v.shape[-1], k.shape[-1]], dim=-1)
 
     outputs = []
-    # unbind, for its gradient is one stack: that of indexing would be a full tensor for each chunk.
+    # unbind: its gradient is one stack, that of indexing would be a full tensor for each chunk.
     parts = (written, erased, q_from_start, q_by_k, k_to_end, chunk_decay)
     for w, e, q_in, scores, k_out, decay in zip(*(t.unbind(dim=2) for t in parts), strict=True):
         u = w - e @ s

@@ -203,7 +203,7 @@ class Learned(FeatureMap):
     """A small trained map, (softmax(W x + b), softmax(-W x - b)) (Zhang et al., 2024, Hedgehog).
 
     Queries and keys of each head have their own W and b, which begin as the identity and 0. The
-    softmax, over the features of one vector, stands for exp, whose sums could overflow. The map is
+    softmax, over the features of one vector, replaces exp, whose sums could overflow. The map is
     trained with the model here, not towards the softmax attention of another one.
     """
 

@@ -27,14 +27,14 @@ class GatedDeltaNet(DeltaNet):
     `gate=head` is Gated DeltaNet, eq. 10, with the decay of Mamba-2 and an output gate by SiLU:
 
         S_t = S_{t-1} (alpha_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T,   o_t = S_t q_t
-        log alpha_t = -exp(A) softplus(W x_t + dt)                  A, dt: one a head
+        log alpha_t = -exp(A) softplus(W x_t + dt)                  A, dt: one per head
         y_t = W_o (RMSNorm(o_t) * SiLU(W_g x_t))
 
     `gate=channel` is Kimi Delta Attention, eq. 1 and 10, a decay for every feature of the key; the
     projections of both gates have the rank of a head, and the output gate is a sigmoid:
 
         S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,   o_t = S_t^T q_t
-        log alpha_t = -exp(A) softplus(W'' W' x_t + dt)             A one a head, dt one a feature
+        log alpha_t = -exp(A) softplus(W'' W' x_t + dt)             A per head, dt per feature
         y_t = W_o (RMSNorm(o_t) * sigmoid(W_g'' W_g' x_t))
 
     Args:

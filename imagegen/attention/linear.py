@@ -236,7 +236,7 @@ class LinearAttention(CausalAttention[LinearState]):
         return LinearState(
             torch.zeros(*shape, self.head_dim, dtype=dtype, device=weight.device),
             torch.zeros(*shape, dtype=dtype, device=weight.device),
-            # Not -inf, for -inf - -inf is no number.
+            # Not -inf, because -inf - -inf is nan.
             torch.full(shape[:2], torch.finfo(dtype).min, dtype=dtype, device=weight.device)
             if self.feature_map.scaled
             else None,

@@ -63,7 +63,7 @@ class LinearChunks(torch.autograd.Function):
             numerator[part].baddbmm_(q_in, s_before[part])
             normalizer[part] = scores.sum(dim=-1)
             normalizer[part] += (q_in @ z_before[part].unsqueeze(-1)).squeeze(-1)
-        # The outputs lie in memory as the layer after them wants them.
+        # The outputs are laid out in memory as the next layer needs them.
         b, h = z.shape[:2]
         y = v.new_empty(b, len(v) // (b * h) * v.shape[1], h, v.shape[2])
         by_chunks = _by_chunks(y, v.shape[1])

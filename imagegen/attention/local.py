@@ -47,7 +47,7 @@ def blockwise_local_attention(
         window: at least 1.
     """
     blocks = window_blocks(q, k, v, window)
-    # Batch and heads share an axis, for the fused kernels take four.
+    # Batch and heads share an axis, because the fused kernels take four.
     y = F.scaled_dot_product_attention(
         blocks.q.flatten(0, 1),
         blocks.k.flatten(0, 1),
@@ -61,7 +61,7 @@ class LocalAttention(CausalAttention[LocalState]):
     """Multi-head softmax attention over the last positions.
 
     y_i = sum_j softmax_j(q_i^T k_j / sqrt(d)) v_j over i - window < j <= i: the sliding window of
-    Beltagy et al. (2020), the half of it that lies before a position. Stacked layers see further:
+    Beltagy et al. (2020), the half of it that precedes a position. Stacked layers see further:
     L of them reach back L (window - 1) positions.
 
     Args:

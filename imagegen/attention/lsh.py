@@ -24,8 +24,8 @@ from imagegen.attention.partial_softmax import PartialSoftmax, partial_softmax
 from imagegen.attention.slots import BUCKET, NO_CODE, Slots, sees, sort_by_bucket
 from imagegen.core.errors import UserError
 
-# Matrix products may round differently where a matrix lies askew in memory. Where a chunk lies
-# depends on later positions; in multiples of this many slots, all lie alike (64 bytes).
+# Matrix products may round differently where a matrix is not aligned in memory. A chunk's place
+# depends on later positions; in multiples of this many slots, all are aligned alike (64 bytes).
 CHUNK_MULTIPLE = 16
 
 
@@ -110,7 +110,7 @@ def _rows(t: Float[Tensor, "b h n f"], index: Int64[Tensor, "b h s"]) -> Float[T
 
 
 def _with_chunk_before(chunks: Tensor, fill: int) -> Tensor:
-    """Each "l f" of "b h c l f" behind the one before it; `fill` stands before the first."""
+    """Each "l f" of "b h c l f" with the one before it; `fill` precedes the first."""
     before = F.pad(chunks, (0, 0, 0, 0, 1, 0), value=fill)[:, :, :-1]
     return torch.cat([before, chunks], dim=3)
 
@@ -134,7 +134,7 @@ class LSHAttention(CausalAttention[LSHState]):
     still to be generated.
 
     Hashing is computed in float32 at least. The steps decide as the parallel form does but for
-    rounding: a query that lies on the border of two buckets to the last digit may fall either way.
+    rounding: a query on the border of two buckets to the last digit may fall either way.
 
     Args:
         rounds: hashes r; more of them miss fewer similar positions.

@@ -51,7 +51,7 @@ class PartialSoftmax:
     def result_or(self, alone: Float[Tensor, "... q m"]) -> Float[Tensor, "... q m"]:
         """The weighted mean of the values, or `alone` for queries that see no key."""
         nothing = self.denominator == 0
-        # Divides by one there, for a division by zero would spoil the gradient.
+        # Divides by one there, because a division by zero would spoil the gradient.
         mean = self.numerator / self.denominator.masked_fill(nothing, 1).unsqueeze(-1)
         return torch.where(nothing.unsqueeze(-1), alone, mean)
 
@@ -64,7 +64,7 @@ def partial_softmax(
     """Softmax attention over the keys that are `visible`."""
     scores = scores.masked_fill(~visible, -torch.inf)
     # The maximum cancels in the division, and therefore needs no gradient. The least finite number
-    # stands for "no key", for -inf - -inf would be nan.
+    # means "no key", because -inf - -inf would be nan.
     maximum = scores.detach().amax(dim=-1).clamp(min=torch.finfo(scores.dtype).min)
     weights = (scores - maximum.unsqueeze(-1)).exp()
     return PartialSoftmax(maximum, weights.sum(dim=-1), weights @ values)

@@ -52,7 +52,7 @@ def window_blocks(
     block = min(max(window, SHORTEST_BLOCK), length)
     n_blocks = math.ceil(length / block)
     after = n_blocks * block - length
-    # A negative padding cuts off what lies too far back to be seen.
+    # A negative padding cuts off what is too far back to be seen.
     missing = window - 1 - before
     q = rearrange(F.pad(q, (0, 0, 0, after)), "b h (c l) d -> b h c l d", c=n_blocks)
     k, v = (

@@ -35,7 +35,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def read_checkpoint_file(path: Path) -> Mapping[str, Any]:
-    """What a `.ckpt` file holds; its tensors lie in the file until they are used.
+    """What a `.ckpt` file holds; its tensors stay in the file until they are used.
 
     Raises:
         UserError: if it cannot be read, is truncated, or holds anything else than tensors, numbers,

@@ -47,7 +47,7 @@ def check_fit(
     """
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     stored = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors.values())
-    # A tensor may repeat what lies in the file once.
+    # A tensor may repeat what the file holds once.
     if len(tensors) != len(weights) or stored > path.stat().st_size:
         raise misfit(path, "they claim to be larger than the file")
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -96,7 +96,7 @@ def _without_memory(spec: ImageSpec, options: Mapping[str, Any], path: Path) -> 
     except UserError:
         raise
     except Exception as error:
-        # There is no end to what a description from elsewhere can get wrong.
+        # A description from elsewhere can be wrong in any way.
         raise misfit(path, f"{type(error).__name__}: {first_line(error).rstrip('.')}") from error
 
 

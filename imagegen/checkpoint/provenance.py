@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Commit of the clone that runs, with "-dirty" where files differ; None outside a clone."""
     root = PACKAGE.parent
-    # Git would go on to look above, where an environment may be kept in some other repository.
+    # Git would search the folders above, where another repository may hold the environment.
     if not (root / ".git").exists():
         return None
     asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]

@@ -44,7 +44,7 @@ class LoadedCheckpoint:
     """A model ready to draw, and what its checkpoint says about it.
 
     Attributes:
-        model: in evaluation mode, on the device asked for.
+        model: in evaluation mode, on the chosen device.
         path: the file.
         metadata: `format_version`, `spec`, and as plain containers `model`, `dataset`, `config`
             (the run's resolved configuration), `overrides` (what the user had typed) and, since

@@ -173,7 +173,7 @@ def known_classes(metadata: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The names of the classes that a checkpoint's model knows; None where it does not say.
 
     Raises:
-        UserError: where that is no list of as many names as it knows classes.
+        UserError: if that is not a list of one name per class.
     """
     names, count = metadata.get("class_names"), metadata["model"].get("n_classes")
     if names is None or count is None:
@@ -379,7 +379,7 @@ def _kept(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         not isinstance(trained_on, torch.Tensor)
         or trained_on.dtype != torch.int64
         or trained_on.ndim != 1
-        or not trained_on.is_contiguous()  # one element could stand for any number
+        or not trained_on.is_contiguous()  # one element could represent any number
         or not isinstance(kept.get("complete"), bool)
     ):
         raise damaged

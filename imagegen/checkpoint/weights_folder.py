@@ -76,10 +76,10 @@ def read_config(weights: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU; they lie in the file until they are used.
+    """The tensors of a safetensors file, on the CPU; they stay in the file until they are used.
 
     Raises:
-        UserError: if it cannot be read, is truncated, or is no such file.
+        UserError: if it cannot be read, is truncated, or is of another format.
     """
     damaged = UserError(
         f"{path} is truncated or damaged, or is not a safetensors file; use another."

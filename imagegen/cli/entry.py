@@ -109,7 +109,7 @@ def at_home(text: str) -> str:
 
 
 def debugging() -> bool:
-    """Whether the user asked for tracebacks."""
+    """Whether the user wants tracebacks."""
     return any(os.environ.get(name) == "1" for name in ("IMAGEGEN_DEBUG", "HYDRA_FULL_ERROR"))
 
 
@@ -122,7 +122,7 @@ def _run(
     debug = debugging()
     reported: list[BaseException] = []
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What this terminal cannot show is no reason to fail.
+        # Text that this terminal cannot show must not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
         # A polite kill ends like Ctrl-C: what is half done is cleaned up.
@@ -143,7 +143,7 @@ def _run(
         # Lightning turns an interrupt into sys.exit(1).
         return _interrupted() if isinstance(stop.__context__, KeyboardInterrupt) else _status(stop)
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): that is no error of ours.
+        # The reader of our output has gone (`| head`): which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -181,7 +181,7 @@ def _run_hydra(
                 if debug or isinstance(error, BrokenPipeError):
                     raise
                 report(error, _job() if multirun else "")
-                if multirun:  # The other jobs go on; Hydra raises the first error at the end.
+                if multirun:  # The other jobs continue; Hydra raises the first error at the end.
                     reported.append(error)
                     raise
                 raise SystemExit(1) from error

@@ -1,4 +1,4 @@
-"""Tell a user what went wrong: one sentence for what they can mend, a traceback for a bug."""
+"""Tell a user what went wrong: one sentence for their mistakes, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _shown(sentence: str) -> str:
 
 
 def sentence_for(error: BaseException) -> str | None:
-    """The sentence that tells a user what to mend, or None for what must be a bug."""
+    """The sentence that tells a user what to change, or None for a bug of ours."""
     for cause in _causes(error):
         if isinstance(cause, UserError):
             return str(cause)

@@ -311,9 +311,9 @@ def _is_section(node: object) -> TypeGuard[DictConfig]:
 
 
 def _default(config: DictConfig, key: str) -> Any:
-    """The value that `key` has in the configuration; _ABSENT where there is no such option.
+    """The value that `key` has in the configuration; _ABSENT if the option does not exist.
 
-    Interpolations stay as they are written, for some resolve only when the run begins.
+    Interpolations stay as they are written, because some resolve only when the run begins.
     """
     parent, _, leaf = key.rpartition(".")
     section = OmegaConf.select(config, parent, throw_on_missing=False) if parent else config
@@ -337,7 +337,7 @@ def _flatten(config: DictConfig, skip_hydra: bool) -> list[str]:
 
 
 def _fits(value: Any, default: Any, base: DictConfig, key: str) -> bool:
-    """Whether `value` may stand where the number or switch `default` stood.
+    """Whether `value` may replace the number or switch `default`.
 
     Lists, null and interpolations are left to the code that uses them.
     """

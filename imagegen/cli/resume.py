@@ -25,11 +25,11 @@ _TRUSTED = re.compile(
 
 
 def rewrite_resume(argv: Sequence[str]) -> list[str]:
-    """The arguments with `resume=` replaced by what it stands for.
+    """The arguments with `resume=` replaced by what it means.
 
     They become: the overrides kept in the checkpoint that are not overridden now, with the folders
     of its data as absolute paths, those typed now,
-    `resume=<checkpoint file>` and, where the checkpoint lies in a run folder and none is typed,
+    `resume=<checkpoint file>` and, where the checkpoint is in a run folder and none is typed,
     `hydra.run.dir=<run folder>`. Without `resume=`, or with `resume=auto`, nothing changes;
     rewriting again changes no meaning. Relative paths are relative to the working directory.
 
@@ -69,10 +69,10 @@ def rewrite_resume(argv: Sequence[str]) -> list[str]:
 
 
 def find_checkpoint(what: str) -> Path:
-    """The checkpoint file, absolute, that `latest`, a run folder or a checkpoint file stands for.
+    """The checkpoint file, absolute, that `latest`, a run folder or a checkpoint file names.
 
     Raises:
-        UserError: if there is none; it tells where was looked.
+        UserError: if there is none; it says where it looked.
     """
     if not what:
         raise UserError("resume= is empty; give latest, a run folder or a checkpoint file.")

@@ -16,7 +16,7 @@ from imagegen.training.run_folder import refuse_used_folder, remove_if_unused
 
 
 def rewrite(argv: list[str]) -> list[str]:
-    """The arguments typed, with what `resume=` stands for."""
+    """The arguments typed, with what `resume=` means."""
     return require_one_folder(rewrite_resume(argv))
 
 

@@ -119,7 +119,7 @@ def times_in(section: str, node: Mapping[str, Any]) -> dict[str, timedelta]:
     """The options of a section that its class takes as a `timedelta`, made of their words.
 
     Raises:
-        UserError: for a word that is no duration.
+        UserError: for a word that is not a duration.
     """
     return {
         name: parse_duration(f"{section}.{name}", value)

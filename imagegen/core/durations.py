@@ -15,7 +15,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_duration(name: str, text: object) -> timedelta:
-    """The time that "days:hours:minutes:seconds" stands for.
+    """The time that "days:hours:minutes:seconds" means.
 
     Args:
         name: of the option, for the errors.

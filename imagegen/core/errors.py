@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """A mistake that the user can mend.
+    """A mistake that the user can correct.
 
     The message is one sentence that names the thing, what was expected and what to do. Command-line
     entry points print it without a traceback and exit with status 1.

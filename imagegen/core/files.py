@@ -26,7 +26,7 @@ def staged_folder(target: Path, owned: Iterable[str]) -> Iterator[Path]:
     each by a rename. On any exception the target and its parents are left as they were.
 
     The folder is made before the block runs, so that a place that cannot be written is refused
-    before any work is done. It lies next to the target or, where that exists, in it, and is named
+    before any work is done. It is next to the target or, where that exists, in it, and is named
     `.<name>.<random>.partial`: only a killed process leaves one behind, and it may be deleted.
 
     Args:
@@ -124,7 +124,7 @@ def remove_leftovers(*folders: Path) -> None:
 def write_atomic(path: Path, data: bytes | str, sync: bool = True) -> None:
     """Write a file whole: under a temporary name next to it, then renamed over it.
 
-    Missing parents are made; text is UTF-8. What is no regular file (`/dev/stdout`) is written
+    Missing parents are made; text is UTF-8. Anything but a regular file (`/dev/stdout`) is written
     directly. Without `sync` it is quicker, and a power cut may leave a broken file.
 
     Raises:

@@ -143,7 +143,7 @@ def training_devices(options: Mapping[str, Any]) -> list[torch.device]:
 def training_precision(
     options: Mapping[str, Any], recorded: str | None = None
 ) -> tuple[dict[str, Any], Choice]:
-    """Options of Lightning's Trainer with the precision that they stand for on this machine.
+    """Options of Lightning's Trainer with the precision that they mean on this machine.
 
     `auto` is what the run began with or, in a new run, bf16-mixed where all devices have
     instructions for bfloat16 and 32-true elsewhere. Heads, attention states and weights stay in

@@ -23,6 +23,6 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # One arena, for the others are mapped, however much they need.
+    # One arena, because the others are mapped, however much they need.
     options = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_ARENA_MAX: 1}
     return all(mallopt(name, value) for name, value in options.items())

@@ -61,7 +61,7 @@ class ImageDataset(ABC):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes that labels count, or None where there are no labels."""
+        """Names of the classes that labels count, or None without labels."""
         return None
 
     @property

@@ -16,7 +16,7 @@ VAL_IMAGES = 144
 class Digits(ImageDataset):
     """1,797 handwritten digits of 8x8 pixels and 17 grey levels (0 to 16).
 
-    There is no official split: a fixed one holds 1,293 training, 144 validation and 360 test
+    It has no official split; a fixed one holds 1,293 training, 144 validation and 360 test
     images.
     """
 

@@ -53,7 +53,7 @@ class Listing:
     Attributes:
         files: in the order of their paths.
         given: the splits that folders name; all files are train where none does.
-        class_names: the folders that hold the images, or None where some lie in none.
+        class_names: the folders that hold the images, or None if some are in no folder.
         labels: class numbers of the files, or None.
         left_out: how many other files there are, by suffix.
     """

@@ -38,7 +38,7 @@ class Cache(NamedTuple):
 
 
 def open_cache(path: Path, shape: tuple[int, int, int, int]) -> Cache | None:
-    """The cached images "n h w c"; None where there is no file, or not a whole one."""
+    """The cached images "n h w c"; None if the file is missing or incomplete."""
     # A header that is not the very one that is written here is not parsed: a damaged one may be
     # anything. `numpy.load` with `mmap_mode="r"` would parse it, and says nothing of the digests.
     header = _header(shape)

@@ -98,7 +98,7 @@ class ImageFolder(ImageDataset):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the first folder level, or None where some images lie in no folder."""
+        """Names of the first folder level, or None if some images are in no folder."""
         return self._listing.class_names
 
     @property

@@ -120,7 +120,7 @@ class TrainOrder(DistributedSampler[int]):
             if self._restored_epoch in (None, epoch):
                 self._restored_epoch = epoch
                 self._ahead = self._restored["epoch"] - epoch
-            else:  # the restored epoch was complete: none of its batches was asked for
+            else:  # the restored epoch was complete: none of its batches was read
                 self._restored = None
         self._trainer_epoch = epoch
         super().set_epoch(epoch + self._ahead)
@@ -189,7 +189,7 @@ class TrainLoader(DataLoader[Batch]):
 
 
 class EvaluationShard(DistributedSampler[Int64[np.ndarray, "b"]]):
-    """One process's batches of an evaluation split, in which no image stands twice.
+    """One process's batches of an evaluation split, in which no image occurs twice.
 
     DistributedSampler itself repeats images to make all shares equal, which would skew bits/dim.
     Here shares differ by one image at most, and every process gets the same number of batches

@@ -20,7 +20,7 @@ _HEADER_BYTES = {"images": 16, "labels": 8}
 class MNIST(TorchvisionDataset):
     """70,000 handwritten digits, 28x28 grey: 55,000 train, 5,000 val, 10,000 test.
 
-    Reads `root/MNIST/raw/`, where the four files may also lie gzipped.
+    Reads `root/MNIST/raw/`, where the four files may also be gzipped.
     """
 
     name = "mnist"

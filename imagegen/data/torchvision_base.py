@@ -1,4 +1,4 @@
-"""What the data sets read through torchvision share: where they lie, downloads and splits."""
+"""What the data sets read through torchvision share: their folders, downloads and splits."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TorchvisionDataset(ImageDataset):
         """Images and labels of torchvision's training or test set."""
 
     def _unpack(self) -> None:
-        """Make missing files from archives that lie beside them."""
+        """Make missing files from archives beside them."""
         return None
 
     def _missing(self) -> list[Path]:

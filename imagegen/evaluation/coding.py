@@ -95,8 +95,8 @@ def decode(
 def _walk(model: ImageTransformer, n: int, code: Code, progress: Progress | None) -> None:
     """Step through all images, batch by batch; `code` says the value of each dimension.
 
-    Both ways go through the very same operations on the very same numbers, for the decoder has to
-    find the probabilities of the encoder to the last bit.
+    Both ways go through the very same operations on the very same numbers, because the decoder has
+    to find the probabilities of the encoder to the last bit.
     """
     with inference(model):
         for first in range(0, n, BATCH):

@@ -53,7 +53,7 @@ class Work(Protocol):
         ...
 
     def prepare(self, folder: JobFolder, images: range) -> None:
-        """Write what stands beside the drawn files of these images."""
+        """Write what belongs beside the drawn files of these images."""
         ...
 
     def draw(

@@ -36,7 +36,7 @@ UNFINISHED, FINISHED = "unfinished", "finished"
 _IMAGE_NAME = re.compile(r"\d{5,}(-[a-z0-9]+)?\.png")
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
-# What may differ between the processes of a job, for no image depends on it.
+# What may differ between the processes of a job: no image depends on it.
 _FREE = ("checkpoint", "batch_size", "n", "images", "machine")
 
 
@@ -172,7 +172,7 @@ def check_out(out: Path) -> None:
     """Refuse a folder whose content is not a result of `sample.py`: it would be replaced.
 
     Raises:
-        UserError: for that, and for what is no folder.
+        UserError: for that, and for a path that is not a folder.
     """
     try:
         names = {path.name for path in out.iterdir()} if out.exists() else set()
@@ -192,7 +192,7 @@ def check_out(out: Path) -> None:
 
 
 def read_manifest(out: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that `sample.py` wrote; None where there is none."""
+    """The manifest of a folder that `sample.py` wrote; None if it has none."""
     try:
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

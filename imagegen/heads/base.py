@@ -73,7 +73,7 @@ class OutputHead(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no prediction")
 
     def _around(self, parameters: Tensor, prediction: Tensor) -> Tensor:
-        """The parameters of the distribution that lies around a prediction."""
+        """The parameters of the distribution around a prediction."""
         raise NotImplementedError(f"{type(self).__name__} takes no prediction")
 
     @abstractmethod
@@ -185,6 +185,6 @@ def invert_cumulative(
 ) -> Integer[Tensor, " b"]:
     """Draw an index from softmax(logits) by inverting its cumulative sum."""
     cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
-    # Scaled by the total, which rounding may leave a little off 1, so that no index lies beyond.
+    # Scaled by the total, which rounding may leave a little off 1: no index is out of range.
     threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]
     return (cumulative <= threshold).sum(dim=-1).clamp(max=logits.shape[-1] - 1)

@@ -1,6 +1,6 @@
 """Discretized mixture of logistics (PixelCNN++, Salimans et al., 2017, section 2).
 
-Levels 0 to L - 1 lie at x = -1 to 1; level x has the mass that the mixture puts on the bin
+Levels 0 to L - 1 are at x = -1 to 1; level x has the mass that the mixture puts on the bin
 (x - 1 / (L - 1), x + 1 / (L - 1)), and the two bins at the ends are open tails.
 
 Axes beside those of `base`: `k` component, `v` level.

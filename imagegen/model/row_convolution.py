@@ -78,7 +78,7 @@ class RowConvolution(nn.Module):
         """All positions at once, continuing from `state`."""
         state = state or self.initial_state(x.shape[0])
         window = torch.cat([state.recent.to(x.dtype), x], dim=1)
-        # Whole rows: what lies before the window is filled up with zeros, and so is its last row.
+        # Whole rows: what precedes the window is filled with zeros, and so is its last row.
         first = state.position - self.lookback
         before = first % self.row_length
         after = -(before + window.shape[1]) % self.row_length

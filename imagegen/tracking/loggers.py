@@ -26,7 +26,7 @@ _START_SECONDS = 30
 """How long wandb may try to reach its server before the run continues offline."""
 _WORDS = ("project", "entity", "name", "group", "notes", "id", "job_type")
 _FINISH_SECONDS = 600
-"""How long wandb may upload after a run; what is left lies in the run folder."""
+"""How long wandb may upload after a run; what is left stays in the run folder."""
 
 
 def check_logger(options: Mapping[str, Any] | None) -> None:

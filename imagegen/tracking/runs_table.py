@@ -145,7 +145,7 @@ def _overrides(path: Path) -> tuple[str, ...]:
 
 
 def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
-    """One line a run; what all of them have in common stands above."""
+    """One line per run; what all of them have in common is printed above."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -50,7 +50,7 @@ class WeightAverage(OwnAverage):
 
     After update t the average is d average + (1 - d) weights, with d = min(decay, (1 + t) / (10 +
     t)), so that short trainings forget their beginning as well. Validation, samples and the
-    `state_dict` of checkpoints are those of the average; the weights that are trained lie beside it
+    `state_dict` of checkpoints are those of the average; the weights that are trained are beside it
     in the checkpoint, for resuming.
 
     Args:
@@ -87,5 +87,5 @@ class WeightAverage(OwnAverage):
 
 
 def weight_average(decay: float | None, **options: Any) -> Callback:
-    """`WeightAverage`, or a callback that does nothing where there is no decay."""
+    """`WeightAverage`, or a callback that does nothing without a decay."""
     return Callback() if decay is None else WeightAverage(decay, **options)

@@ -68,7 +68,7 @@ class Grids(Callback):
         return {"validations": self._validations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the count."""
         self._validations = state_dict["validations"]
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

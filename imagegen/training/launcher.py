@@ -134,7 +134,7 @@ def further_processes(
 
     Args:
         trainer: not started yet.
-        overrides: what this run was asked for.
+        overrides: the overrides typed for this run.
         folder: the run folder, for all processes.
         multirun: whether the run is one of a sweep, whose arguments are not those of a run.
 
@@ -181,7 +181,7 @@ def _sentence(rank: int, status: int) -> str:
         how = f"been killed by signal {-status}"
         why = "if that was the system, memory did not suffice"
     else:
-        how, why = f"failed with status {status}", "what went wrong there stands above"
+        how, why = f"failed with status {status}", "the reason is printed above"
     return f"process {rank} of this run has {how}, so the run has ended; {why}."
 
 

@@ -36,7 +36,7 @@ STEPS = 100
 LEAST, MOST = 1e-5, 0.3
 # Steps, a fifth of a factor of ten: what differs between batches is much less beside it.
 SMOOTHED = 4
-# Too few losses lie before these to smooth them.
+# Too few losses precede these to smooth them.
 SKIPPED = 10
 
 
@@ -82,7 +82,7 @@ def steepest(
 
 
 class _Record(Callback):
-    """Keeps the rate and the loss of each step, until one is no number."""
+    """Keeps the rate and the loss of each step, until one is nan or infinite."""
 
     def __init__(self) -> None:
         self.rates: dict[int, float] = {}
@@ -111,7 +111,7 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
         cfg: a composed `conf/train.yaml`.
 
     Raises:
-        UserError: for what cannot be trained, or where no rate stands out.
+        UserError: if the model cannot be trained, or no rate is clearly the best.
     """
     quiet_lightning()
     names = ("dataset", "model", "attention", "head", "trainer")
@@ -133,7 +133,7 @@ def find(cfg: DictConfig) -> tuple[list[tuple[float, float]], dict[str, float]]:
     rates = [record.rates[step] for step in record.losses]
     found, best = steepest(rates, list(record.losses.values()))
     if best is None:
-        raise UserError("no learning rate stands out; try a larger batch_size.")
+        raise UserError("no learning rate is clearly the best; try a larger batch_size.")
     return found, {name: rate * best / own["lr"] for name, rate in own.items()}
 
 

@@ -29,14 +29,14 @@ __all__ = ["ScriptLauncher"]
 def quiet_lightning() -> None:
     """Silence what Lightning says of things that are as they should be."""
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    # The folder of a run that goes on holds its checkpoints.
+    # The folder of a run that continues holds its checkpoints.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # Lightning 2.6 asks torch's pytree in the old way; nothing that a user could mend.
+    # Lightning 2.6 asks torch's pytree in the old way; which a user cannot change.
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
     # What differs from the run until now has been said, or begins afresh.
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to")
     warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
-    # Small data sets make short epochs; rows of the log then stand further apart than epochs.
+    # Small data sets make short epochs; rows of the log are then further apart than epochs.
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller")
     # A gradient scaler leaves out the first steps while its scale is too large; the schedule counts
     # them nevertheless, as the limits of a run do.
@@ -56,7 +56,7 @@ def restore_loaders(trainer: Trainer) -> None:
     """Give loaders the state that the checkpoint holds, at the start of a training.
 
     Waits for issue 20550: Lightning restores its loaders when it makes them, which is before it
-    reads the checkpoint if the schedule has asked for the number of steps; and in the middle of an
+    reads the checkpoint if the schedule has read the number of steps; and in the middle of an
     epoch only, though after its end the pass through the data may have another number.
     """
     loop = trainer.fit_loop

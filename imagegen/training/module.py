@@ -54,7 +54,7 @@ class ImageModule(LightningModule):
         self._optimizer_options: list[dict[str, Any]] = []
         self._progress: TrainingProgress | None = None
         self._restored: dict[str, float] | None = None
-        # By default, what is no number would be left out.
+        # By default, nan would be left out.
         self.val_bits_per_dim = MeanMetric(nan_strategy="disable")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -141,7 +141,7 @@ class ImageModule(LightningModule):
             checkpoint[PROGRESS] = self._progress.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the weights that were trained where those of a moving average stand beside them."""
+        """Take the trained weights where the checkpoint also holds their moving average."""
         self._restored = checkpoint.get(PROGRESS)
         averaged = [c for c in self.trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
         if not averaged and "current_model_state" in checkpoint:

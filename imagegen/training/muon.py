@@ -24,7 +24,7 @@ def orthogonalized(
 ) -> Float[Tensor, "rows columns"]:
     """Roughly U V^T of the singular value decomposition U S V^T, by Newton and Schulz's iteration.
 
-    The singular values of the result lie between about 0.7 and 1.2, but for those below a
+    The singular values of the result are between about 0.7 and 1.2, but for those below a
     thousandth of the largest.
     """
     a, b, c = COEFFICIENTS

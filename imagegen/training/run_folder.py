@@ -25,7 +25,7 @@ _RUN_FILES = ("checkpoints", "summary.json", "metrics.csv")
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint file lies in, or None."""
+    """The run folder that a checkpoint file is in, or None."""
     folder = checkpoint.parent
     return folder.parent if folder.name == LAST.parent.name else None
 

@@ -60,7 +60,7 @@ class TrainingProgress:
         trainer: with its limits and data.
 
     Attributes:
-        endless: whether there is no limit.
+        endless: whether training has no limit.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -70,7 +70,7 @@ class TrainingProgress:
         self._steps, self._epochs = max(0, trainer.max_steps), max(0, trainer.max_epochs or 0)
         self._epoch_steps = 0
         if self._epochs:
-            trainer.estimated_stepping_batches  # noqa: B018  # asked for, it loads the data
+            trainer.estimated_stepping_batches  # noqa: B018  # reading it loads the data
             batches = trainer.num_training_batches
             if math.isfinite(batches):
                 self._epoch_steps = math.ceil(batches / trainer.accumulate_grad_batches)

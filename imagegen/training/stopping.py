@@ -34,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Diverged(UserError):
-    """A result that is no number, seen by all processes of a run at the same step."""
+    """A result that is nan or infinite, seen by all processes of a run at the same step."""
 
 
 TOGETHER = (Interrupted, Diverged)
@@ -53,7 +53,7 @@ class StopWhole(Callback):
 
 
 def early_stopping(patience: int | None, **options: Any) -> Callback:
-    """Lightning's `EarlyStopping`, or a callback that does nothing where there is no patience.
+    """Lightning's `EarlyStopping`, or a callback that does nothing without a patience.
 
     Args:
         patience: validations without an improvement after which the run ends; None never ends it.
@@ -111,7 +111,7 @@ class BadNumbers(Callback):
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the count."""
         self.skipped = state_dict["skipped"]
 
     def on_train_batch_start(
@@ -204,7 +204,7 @@ class Interruptible(Callback):
     warnings (the first by convention, the second in jobs of submitit) that the machine is soon
     taken away; `preempted` then tells that the job is to be run again. Several processes stop at
     the same step, whichever of them is asked to, and save together; what stops only one of them
-    saves nothing, for it would wait for the others.
+    saves nothing, because it would wait for the others.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def build_trainer(
         raise UserError(
             f"trainer.gradient_clip_val={clip} must be a number of at least 0; null does not clip."
         )
-    # Always timed; Lightning's own timer, which max_time would add, could not stand beside this.
+    # Always timed; Lightning's own timer, which max_time would add, would conflict with this.
     callbacks.append(Timer(_duration(options.pop("max_time", None)), verbose=False))
     named = {
         f"callbacks.{name}": build_section(node, f"callbacks.{name}", Callback)

@@ -110,7 +110,7 @@ def test_the_limits_leave_twelve_minutes(device: str, tmp_path: Path) -> None:
     (second,) = [
         check.skipped for check in gpu.checks(device, tmp_path, 1) if "second" in check.name
     ]
-    assert second == "there is no second GPU"
+    assert second == "this machine has no second GPU"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")

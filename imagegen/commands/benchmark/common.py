@@ -102,12 +102,13 @@ def too_much(
     """
     if room is not None and size > room:
         return (
-            f"skipped, for it would need about {size / 2**30:.3g} GiB, more than half of the "
+            f"skipped, because it would need about {size / 2**30:.3g} GiB, more than half of the "
             f"memory ({room / 2**30:.3g} GiB)"
         )
     if seconds is not None and seconds > time_limit:
         return (
-            f"skipped, for it would take about {seconds:.3g} s, more than time_limit={time_limit:g}"
+            f"skipped, because it would take about {seconds:.3g} s, "
+            f"more than time_limit={time_limit:g}"
         )
     return None
 

@@ -17,7 +17,7 @@ class Published(NamedTuple):
 
     Attributes:
         name: as the paper has it.
-        ours: the contestant that it is held against; None where there is none.
+        ours: the contestant that it is compared with; None without one.
         images_per_second: tables 1, 2 and 4.
         cpu, gpu: seconds per image at batch size 1, table 5.
     """
@@ -76,7 +76,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         *_by_batch(contestants, batches, "images_per_second"),
         "",
-        "## Milliseconds a step",
+        "## Milliseconds per step",
         "",
         "The mean over an image; all images of a batch make the step together.",
         "",
@@ -96,7 +96,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "this run. A share above 100 % means that caches hold what is read, or that weights are "
         "narrower than float32.",
         "",
-        "## Milliseconds a step by position",
+        "## Milliseconds per step by position",
         "",
         *_by_position(contestants, result["positions"]),
     ]

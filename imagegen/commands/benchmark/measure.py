@@ -195,7 +195,7 @@ def _go(runner: Runner, point: Point, plan: Plan) -> bool:
 
 def _reason_to_stop(point: Point, plan: Plan) -> str | None:
     if point.reason is not None:
-        return f"skipped, for it {point.reason}"
+        return f"skipped, because it {point.reason}"
     seconds = point.seconds
     if seconds is not None and seconds > plan.time_limit:
         return (

@@ -1,6 +1,6 @@
 """Models of pytorch-fast-transformers, the authors' library, as it is used for images.
 
-Its encoders come from its builders, at the sizes of ours; around them lies what a user of it writes
+Its encoders come from its builders, at the sizes of ours; around them is what a user of it writes
 and what it leaves to PyTorch: an embedding of the value before beside one of the position, a linear
 layer, a draw from a mixture of logistics or its likelihood. Its blocks are post-norm whatever
 `model.norm_first` says.
@@ -40,7 +40,7 @@ def is_installed() -> bool:
 
 
 class _Surroundings(nn.Module):
-    """What lies around an encoder."""
+    """What surrounds an encoder."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class PeerTrainer(_Surroundings):
 
     Args:
         attention: `linear` (its compiled causal product) or `softmax`.
-        device: where it is to lie.
+        device: where it is placed.
     """
 
     def __init__(self, setting: Setting, attention: str, device: str) -> None:

@@ -212,7 +212,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "A doubling: the factor by which a doubling of the length multiplies, the geometric mean "
         f"over the last {DOUBLINGS} doublings measured. 2 is linear, 2.83 is n^1.5, 4 is n^2.",
         "",
-        "## Milliseconds a step",
+        "## Milliseconds per step",
         "",
         *_table(result, "seconds", lambda seconds: digits(1e3 * seconds)),
         "",

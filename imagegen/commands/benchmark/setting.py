@@ -29,7 +29,7 @@ _PAPER_MODELS: dict[tuple[tuple[int, ...], int], str] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A model of some images; plain values, for it is sent to other processes.
+    """A model of some images; plain values, because it is sent to other processes.
 
     Attributes:
         spec: of the images.

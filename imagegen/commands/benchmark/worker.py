@@ -55,7 +55,7 @@ class Measured:
         seconds: on the clock.
         cpu_seconds: of all threads of the process; far fewer than seconds * threads where other
             programs take the cores.
-        peak_bytes: peak memory above that of the prepared process; None where there is no meter.
+        peak_bytes: peak memory above that of the prepared process; None if it cannot be measured.
         parts: what the job itself returned, such as the seconds of its parts.
     """
 

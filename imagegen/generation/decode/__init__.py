@@ -150,7 +150,7 @@ def parameters_as_drawn(
 
 
 def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
-    """A compiled decoder of the model, or why there is none."""
+    """A compiled decoder of the model, or the reason why it cannot be had."""
     if model.device.type == "cuda":
         return _on_gpu(model, precision)
     try:

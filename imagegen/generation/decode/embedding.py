@@ -24,7 +24,7 @@ class EmbeddingTables:
 
     Attributes:
         lags: steps from each neighbour to the predicted step.
-        inside: whether each neighbour of a step lies inside the image.
+        inside: whether each neighbour of a step is inside the image.
         table: a row for each level of each neighbour, the last one for a neighbour outside.
         place: a row for each position.
     """

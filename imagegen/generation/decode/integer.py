@@ -95,7 +95,7 @@ def quantize(x, inputs, whole, steps, first, stop):
     """
     for r in range(first, stop):
         row, rounded = x[r], whole[r]
-        # As whole numbers, for the largest of floats is not found in lanes.
+        # As whole numbers, because the largest of floats is not found in lanes.
         bits = row.view(np.int32)
         largest_bits = int32(0)
         for i in range(inputs):

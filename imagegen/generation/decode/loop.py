@@ -85,7 +85,7 @@ class Rows(NamedTuple):
         sequence: levels; those that are drawn are written.
         label: the row of `Weights.condition` that is added to the embedding.
         noise: uniform numbers of the steps from the first one drawn.
-        predicted: the linear prediction of the step's values; without columns where there is none.
+        predicted: the linear prediction of the step's values; without columns if there is none.
         x: what runs through the layers.
         before: inputs of the layers, normalised.
         given, mixed: what the heads are given and return.

@@ -25,7 +25,7 @@ class Matrix(NamedTuple):
         packed: weights as float32, or nothing.
         whole: weights as whole numbers, or nothing.
         steps: of the outputs' whole numbers.
-        bias: zeros where there is none.
+        bias: zeros if there is no bias.
     """
 
     bits: int

@@ -88,7 +88,7 @@ class Mixer:
         out_weight, out_bias: of the projection of what the heads return.
         rates: see `MixSettings`.
         norm: weight and bias of the norm of what a head returns.
-        convolution: of queries, keys and values; no inputs where there is none.
+        convolution: of queries, keys and values; without inputs if there is no convolution.
     """
 
     settings: MixSettings
@@ -256,7 +256,7 @@ def _mixer(
     convolution: Float[Tensor, "w channels"] | None = None,
     **settings: Any,
 ) -> Mixer:
-    """Put a mechanism's layers together; `norm` None stands for LAYER_NORM."""
+    """Put a mechanism's layers together; `norm` None means LAYER_NORM."""
     shape, heads = mixer_shape(attention), attention.n_heads
     d, m, true_m = shape.d, shape.m, shape.true_m
     parts = _queries_keys_values(attention, shape, scale_q, scale_k)

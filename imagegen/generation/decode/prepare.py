@@ -28,7 +28,7 @@ def why_not(model: ImageTransformer) -> str | None:
     if model.norm.weight.dtype != torch.float32:
         return f"weights of {str(model.norm.weight.dtype).removeprefix('torch.')}"
     if model.device.type != "cpu":
-        return "the model does not lie on the CPU"
+        return "the model is not on the CPU"
     if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
         return "weights that are not finite"
     if not isinstance(model.embedding, (ValueAndSinusoid, Neighbourhood)):

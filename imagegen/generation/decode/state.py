@@ -77,7 +77,7 @@ def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) ->
         query = feature(q, loop.index)
         if updates:
             kept, key = feature(decay, loop.index), feature(k, loop.index)
-            # Each head may lie in a page of its own, and processors do not look beyond a page.
+            # Each head may be in a page of its own, and processors do not look beyond a page.
             following = builder.add(row, builder.mul(d, bytes_a_row))
             for j in range(0, vectors, 2):
                 prefetch(builder, column(following, j))

@@ -1,7 +1,7 @@
 """Threads that go through the layers together, each with its share of the work.
 
 They meet dozens of times in a step of some hundred microseconds, so they wait by looking again
-and again; where the others do not come, for there may be more threads than free cores, they let
+and again; where the others do not come, as there may be more threads than free cores, they let
 other threads run.
 """
 
@@ -92,7 +92,7 @@ def _let_others_run(typingctx: Any) -> Any:
 @no_type_check
 @compiled()
 def meet(flags, members):
-    """Go on when all members of the team are here, or one has abandoned it."""
+    """Continue when all members of the team are here, or one has abandoned it."""
     if members == 1:
         return
     at = flags.ctypes.data

@@ -30,7 +30,7 @@ def scaled(builder: Any, index: Any, size: int) -> Any:
 
 
 def load(builder: Any, address: Any, kind: Any, align: int = FLOAT) -> Any:
-    """What lies at an address."""
+    """The values at an address."""
     return builder.load(builder.inttoptr(address, ir.PointerType(kind)), align=align)
 
 

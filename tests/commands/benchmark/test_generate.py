@@ -294,10 +294,10 @@ def test_what_would_take_too_much_is_refused() -> None:
     assert too_much(None, 1.0, 5, None) is None
     assert too_much(0.9, 1.0, 5, 5) is None
     reason = too_much(1.5, 1.0, 5, 5)
-    assert reason == "skipped, for it would take about 1.5 s, more than time_limit=1"
+    assert reason == "skipped, because it would take about 1.5 s, more than time_limit=1"
     reason = too_much(None, 1.0, 2**31, 2**30)
     assert reason == (
-        "skipped, for it would need about 2 GiB, more than half of the memory (1 GiB)"
+        "skipped, because it would need about 2 GiB, more than half of the memory (1 GiB)"
     )
 
 
@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_told_in_the_table(
     assert second["images_per_second"] is None
     assert "more than half of the memory" in second["not_measured"]
     table = (tmp_path / "out" / "generate.md").read_text()
-    assert "- softmax, cached, PyTorch step at 2: skipped, for it would need" in table
+    assert "- softmax, cached, PyTorch step at 2: skipped, because it would need" in table
     assert result["contestants"][0]["best_batch_size"] == 1
 
 

@@ -358,7 +358,7 @@ def test_failures_are_told_and_end_a_mechanism_alone(broken: str, why: str) -> N
     plan = plan_of((8, 16), repeats=1, budget=99, time_limit=99)
     points, _, told = fakes(steps, plan, broken)
     assert points["a"][0].reason == f"failed at 8: {why}"
-    assert points["a"][1].reason == f"skipped, for it failed at 8: {why}"
+    assert points["a"][1].reason == f"skipped, because it failed at 8: {why}"
     assert [point.seconds for point in points["a"]] == [None, None]
     assert [point.seconds for point in points["b"]] == [1.0, 1.0]
     assert told[0] == f"a: failed at 8: {why}"
@@ -376,7 +376,7 @@ def test_failures_are_told_and_end_a_mechanism_alone(broken: str, why: str) -> N
     table = markdown(result)
     assert "| a | – | – | – |" in table
     assert "| b | 1,000 | 1,000 | ×1.00 |" in table
-    assert f"- a at 8: failed at 8: {why}.\n- a at 16: skipped, for it failed" in table
+    assert f"- a at 8: failed at 8: {why}.\n- a at 16: skipped, because it failed" in table
 
 
 def test_a_worker_says_why_it_failed() -> None:
