@@ -56,7 +56,9 @@ def _private_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
             if name.startswith("WANDB_"):
                 patch.delenv(name)
         for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-            patch.setenv(name, str(home / name.lower()))
+            folder = home / name.lower()
+            folder.mkdir()
+            patch.setenv(name, str(folder))
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
         patch.setenv("NETRC", str(home / "netrc"))

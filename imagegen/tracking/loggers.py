@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
+from packaging.version import Version
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -24,6 +25,7 @@ from imagegen.tracking.wandb_run import WandbRun
 
 _START_SECONDS = 30
 """How long wandb may try to reach its server before the run continues offline."""
+_OFFLINE = ("offline", "dryrun")
 _WORDS = ("project", "entity", "name", "group", "notes", "id", "job_type")
 _FINISH_SECONDS = 600
 """How long wandb may upload after a run; what is left stays in the run folder."""
@@ -166,8 +168,10 @@ def wandb_logger(
         if "WANDB_FINISH_TIMEOUT" not in os.environ and hasattr(settings, "finish_timeout"):
             settings.finish_timeout = _FINISH_SECONDS
         given = {"dir": run_dir, "mode": mode, "id": resume_state.get("wandb_id"), **options}
+        # Before 0.31, wandb warns that it ignores `resume` in a run that is kept offline.
+        ignored = mode in _OFFLINE and Version(wandb.__version__) < Version("0.31")
         # Started here, not by Lightning, which warns of settings that it makes itself.
-        run = wandb.init(resume="allow", settings=settings, **given)
+        run = wandb.init(resume=None if ignored else "allow", settings=settings, **given)
         run.config.update(dict(config), allow_val_change=True)
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
@@ -185,7 +189,7 @@ def wandb_logger(
         if written is not None:
             # What wandb had not written yet when the run was killed.
             logger.go_on(written, read_rows(run_dir / "metrics.csv", resume_state.get("step")))
-        if attempt in ("offline", "dryrun"):
+        if attempt in _OFFLINE:
             folder = shlex.quote(str(Path(logger.experiment.dir).parent))
             print(f"wandb: {why}this run is kept offline; upload it later: wandb sync {folder}")
         return logger

@@ -220,7 +220,7 @@ def test_an_interrupt_at_the_worst_moment_leaves_nothing(
         patch.setattr(os, "open", interrupted(os.open))
         write_atomic(tmp_path / "result.json", "new")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "mkdir", interrupted(os.mkdir))
+        patch.setattr(Path, "mkdir", interrupted(Path.mkdir))
         with staged_folder(tmp_path / "folder", []):
             pass
     assert os.listdir(tmp_path) == []
