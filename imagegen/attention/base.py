@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from imagegen.core.errors import UserError
 
+DEFAULT_CHUNK = 64
+"""Positions that a chunked form takes at once."""
+
 Self = TypeVar("Self", bound="AttentionState")
 
 if TYPE_CHECKING:

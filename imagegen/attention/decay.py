@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-DEFAULT_CHUNK = 64
+from imagegen.attention.base import DEFAULT_CHUNK
 
 
 def chunked_decay_attention(

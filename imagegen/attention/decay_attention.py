@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from imagegen.attention.base import AttentionState, CausalAttention, Position
+from imagegen.attention.base import DEFAULT_CHUNK, AttentionState, CausalAttention, Position
 from imagegen.attention.decay import (
-    DEFAULT_CHUNK,
     chunked_decay_attention,
     recurrent_decay_attention,
 )

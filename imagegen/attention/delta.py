@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagegen.attention.base import AttentionState, CausalAttention
-from imagegen.attention.delta_rule import DEFAULT_CHUNK, chunked_delta_rule, recurrent_delta_rule
+from imagegen.attention.base import DEFAULT_CHUNK, AttentionState, CausalAttention
+from imagegen.attention.delta_rule import chunked_delta_rule, recurrent_delta_rule
 from imagegen.attention.short_convolution import ShortConvolution
 from imagegen.core.errors import UserError
 

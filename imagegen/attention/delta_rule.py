@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from imagegen.attention.base import DEFAULT_CHUNK
 from imagegen.attention.decay import decayed_scores, segment_sums
-
-DEFAULT_CHUNK = 64
 
 
 def chunked_delta_rule(

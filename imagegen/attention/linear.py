@@ -17,13 +17,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.attention.base import DEFAULT_CHUNK, AttentionState, CausalAttention
 from imagegen.attention.feature_maps import build_feature_map
 from imagegen.attention.linear_chunks import LinearChunks
 from imagegen.attention.query_key_norm import QueryKeyNorm
 from imagegen.core.errors import UserError
 
-DEFAULT_CHUNK = 64
 Watch = Callable[[Tensor], None]
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagegen.attention.base import AttentionState, CausalAttention
+from imagegen.attention.buffers import history_step
 from imagegen.attention.query_key_norm import QueryKeyNorm
-
-FIRST_CAPACITY = 64
 
 
 @dataclass
@@ -82,29 +81,13 @@ class SoftmaxAttention(CausalAttention[SoftmaxState]):
         q, k, v = rearrange(self.qkv(x), "b (three h d) -> three b h 1 d", three=3, h=self.n_heads)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
-        state = self._appended(state, k, v)
-        y = F.scaled_dot_product_attention(
-            q, state.keys[:, :, : state.length], state.values[:, :, : state.length]
-        )
-        return self.out(rearrange(y, "b h 1 d -> b (h d)")), state
+        length = state.length + 1
+        keys = history_step(state.keys, k, state.length)
+        values = history_step(state.values, v, state.length)
+        y = F.scaled_dot_product_attention(q, keys[:, :, :length], values[:, :, :length])
+        return self.out(rearrange(y, "b h 1 d -> b (h d)")), SoftmaxState(keys, values, length)
 
     def initial_state(self, batch_size: int) -> SoftmaxState:
         weight = self.qkv.weight
         empty = weight.new_zeros(batch_size, self.n_heads, 0, self.head_dim)
         return SoftmaxState(empty, empty.clone(), 0)
-
-    @staticmethod
-    def _appended(state: SoftmaxState, k: Tensor, v: Tensor) -> SoftmaxState:
-        length = state.length
-        if torch.is_grad_enabled():
-            keys = torch.cat([state.keys[:, :, :length], k], dim=2)
-            values = torch.cat([state.values[:, :, :length], v], dim=2)
-            return SoftmaxState(keys, values, length + 1)
-        if length == state.keys.shape[2]:
-            # Doubling the allocation keeps the copying linear in the final length.
-            room = (0, 0, 0, max(length, FIRST_CAPACITY))
-            state = SoftmaxState(F.pad(state.keys, room), F.pad(state.values, room), length)
-        state.keys[:, :, length] = k.squeeze(2)
-        state.values[:, :, length] = v.squeeze(2)
-        state.length = length + 1
-        return state

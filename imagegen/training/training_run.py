@@ -72,7 +72,7 @@ from imagegen.training.summary import (
 )
 from imagegen.training.trainer import build_trainer
 
-MAX_SEED = 2**32 - 1
+LAST_SEED = 2**32 - 1  # that NumPy's generators take
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -250,8 +250,8 @@ class TrainingRun:
 def _checked(cfg: DictConfig) -> dict[str, Any]:
     """The configuration as plain containers, with what can be said of it at once; seeds all."""
     config: dict[str, Any] = with_current_names(plain(cfg))
-    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= MAX_SEED:
-        raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {MAX_SEED}.")
+    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= LAST_SEED:
+        raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {LAST_SEED}.")
     seed_everything(cfg.seed, workers=True, verbose=False)
     if config["logger"].get("group", "") is None:
         config["logger"]["group"] = sweep_group()

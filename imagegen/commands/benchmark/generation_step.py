@@ -16,8 +16,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from imagegen.attention.base import AttentionState
+from imagegen.attention.buffers import FIRST_CAPACITY
 from imagegen.attention.linear import LinearState
-from imagegen.attention.softmax import FIRST_CAPACITY, SoftmaxState
+from imagegen.attention.softmax import SoftmaxState
 from imagegen.commands.benchmark.contestants import Drawer
 from imagegen.commands.benchmark.peer_library import PeerGenerator
 from imagegen.commands.benchmark.setting import Setting
