@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
-from jaxtyping import __version__ as jaxtyping_version
 from jaxtyping import install_import_hook
 from packaging.version import Version
 
@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 CHECKED = ["imagegen"]
 # Before this version, which needs Python 3.11, functions marked with `no_type_check` were checked
 # too, and numba cannot compile them then.
-if Version(jaxtyping_version) < Version("0.3.11"):
+if Version(jaxtyping.__version__) < Version("0.3.11"):
     package = Path(__file__).resolve().parent.parent / "imagegen"
 
     def inside(folder: Path, left_out: str) -> list[str]:
@@ -34,6 +34,35 @@ if Version(jaxtyping_version) < Version("0.3.11"):
 
     CHECKED = inside(package, "generation") + inside(package / "generation", "decode")
 install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+
+class CheckedCalls(type(jaxtyping.config)):  # type: ignore[misc]
+    """Checks the first calls of each test: those after them have the shapes of one of them.
+
+    A test of hundreds of steps would else spend two thirds of its time on annotations.
+    """
+
+    checked = 500
+    left = checked
+    off = False
+
+    @property
+    def jaxtyping_disable(self) -> bool:
+        """Read by jaxtyping at each call of an annotated function."""
+        CheckedCalls.left -= 1
+        return self.off or CheckedCalls.left < 0
+
+    @jaxtyping_disable.setter
+    def jaxtyping_disable(self, off: bool) -> None:
+        CheckedCalls.off = off
+
+
+jaxtyping.config.__class__ = CheckedCalls
+
+
+@pytest.fixture(autouse=True)
+def _checked_calls() -> None:
+    CheckedCalls.left = CheckedCalls.checked
 
 
 @pytest.fixture(scope="session")
