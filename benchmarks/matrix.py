@@ -37,15 +37,22 @@ COLUMNS = (
     *("row", "Python", "torch", "Lightning", "numba", "numpy"),
     *("tests", "passed", "failed", "skipped", "seconds", "processor", "commit"),
 )
-# Measuring, killing and nonsense as input: what takes longest and depends least on versions.
+# Measuring, killing, changed options and nonsense as input: what takes longest and depends least
+# on versions.
 SLOWEST = (
-    "tests/commands/benchmark",
-    "tests/test_fuzz.py",
-    "tests/core/test_memory.py",
     "tests/checkpoint/test_hostile.py",
+    "tests/commands/benchmark",
+    "tests/core/test_memory.py",
+    "tests/data/test_changed_folders.py",
+    "tests/generation/test_job_folder.py",
+    "tests/test_full_disk.py",
+    "tests/test_fuzz.py",
     "tests/test_memory.py",
-    "tests/training/test_processes.py",
+    "tests/tracking/test_sweeps.py",
+    "tests/training/test_continuation.py",
     "tests/training/test_interruptions.py",
+    "tests/training/test_processes.py",
+    "tests/training/test_second_interrupt.py",
 )
 # What a row's own Python says of itself.
 DESCRIBE = """

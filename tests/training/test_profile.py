@@ -38,7 +38,8 @@ def test_the_report_of_pytorch(tmp_path: Path) -> None:
         [sys.executable, PROJECT_ROOT / "train.py", *options], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "aten::linear" in (run / "profile.txt").read_text()
+    # Which operations are in its few rows depends on their times.
+    assert "aten::" in (run / "profile.txt").read_text()
     assert f"{run / 'profile.txt'} begins:\n  FIT Profiler Report\n" in done.stdout
     assert "getting object" not in done.stderr
 
