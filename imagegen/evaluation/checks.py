@@ -23,7 +23,8 @@ from imagegen.attention.linear import LinearAttention
 from imagegen.core.errors import UserError, first_line
 from imagegen.core.float64 import float64_device, to_float64
 from imagegen.core.inference import inference
-from imagegen.generation.sampling_loop import ROW_GROUP, generate, uniforms
+from imagegen.generation.drawing import ROW_GROUP, uniforms
+from imagegen.generation.sampling_loop import generate
 from imagegen.model.transformer import ImageTransformer, ModelState
 
 WEIGHTS = "weights are finite"

@@ -67,12 +67,18 @@ class Raster:
         """Number of steps of one row of an image."""
         return self.spec.width * self.steps_per_pixel
 
-    def to_sequence(self, images: UInt8[Tensor, "b h w c"]) -> UInt8[Tensor, "b n s"]:
+    def to_sequence(
+        self, images: UInt8[Tensor, "b h w c"], visible: Tensor | None = None
+    ) -> UInt8[Tensor, "b n s"]:
         """Levels of images, in the order of the steps. Takes the first rows of an image as well."""
+        assert visible is None
         return rearrange(images, "b h w (p s) -> b (h w p) s", s=self.values_per_step)
 
-    def to_images(self, sequence: Integer[Tensor, "b n s"]) -> UInt8[Tensor, "b h w c"]:
+    def to_images(
+        self, sequence: Integer[Tensor, "b n s"], visible: Tensor | None = None
+    ) -> UInt8[Tensor, "b h w c"]:
         """The inverse of `to_sequence`."""
+        assert visible is None
         images = rearrange(
             sequence, "b (h w p) s -> b h w (p s)", w=self.spec.width, p=self.steps_per_pixel
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from jaxtyping import Int64
 from torch import Tensor
+
+State = TypeVar("State")
 
 
 def named_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -19,7 +22,7 @@ def named_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def with_tensors(
-    initial: Any, given: Mapping[str, Tensor], prefix: str, position: Tensor, batch: Any
+    initial: Any, given: Mapping[str, Tensor], prefix: str, position: Any, batch: Any
 ) -> Any:
     """A state like `initial` of the given tensors; whole numbers in it count positions."""
 
@@ -35,6 +38,18 @@ def with_tensors(
         return parts
     fields = [field.name for field in dataclasses.fields(initial)]
     return dataclasses.replace(initial, **dict(zip(fields, parts, strict=True)))
+
+
+def select_rows(state: State, rows: Int64[Tensor, " k"], position: int) -> State:
+    """The state of these rows, in new memory; a row may come several times.
+
+    Args:
+        state: of a model, `position` steps of which have been taken.
+        rows: on the device of the state.
+    """
+    chosen = {name: tensor[rows] for name, tensor in named_tensors(state)}
+    selected: State = with_tensors(state, chosen, "", position, len(rows))
+    return selected
 
 
 def _parts(state: Any, prefix: str) -> list[tuple[str, Any]]:

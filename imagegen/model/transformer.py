@@ -205,9 +205,13 @@ class ImageTransformer(nn.Module):
         return nats / math.log(2)
 
     def initial_state(
-        self, batch_size: int, labels: Int64[Tensor, " b"] | None = None
+        self,
+        batch_size: int,
+        labels: Int64[Tensor, " b"] | None = None,
+        visible: Tensor | None = None,
     ) -> ModelState:
         """The state before the first step, of images of these labels; see `log_prob`."""
+        assert visible is None
         recent = torch.zeros(
             batch_size,
             self.embedding.lookback,

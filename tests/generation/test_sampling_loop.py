@@ -6,7 +6,8 @@ import torch
 
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
-from imagegen.generation.sampling_loop import complete, generate, uniforms
+from imagegen.generation.drawing import uniforms
+from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer
 from tests.helpers import tiny_model

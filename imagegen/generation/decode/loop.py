@@ -94,6 +94,7 @@ class Rows(NamedTuple):
         choices, work: of each member of the team, to work with; see `work_size`.
         whole, steps: rows as whole numbers; see `matrix.round_rows`.
         parameters: of the distribution of the step; at the end, of the last one.
+        trace: those of all steps of a call that draws nothing; without steps where nobody asks.
     """
 
     s: Float32[np.ndarray, "l r h d m"]
@@ -116,6 +117,7 @@ class Rows(NamedTuple):
     whole: Int16[np.ndarray, "r i"]
     steps: Float32[np.ndarray, " r"]
     parameters: Float32[np.ndarray, "r p"]
+    trace: Float32[np.ndarray, "r n p"]
 
 
 @no_type_check
@@ -311,4 +313,6 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
         if draws:
             uniforms = rows.noise[:, position - first]
             _draw(settings, rows, position, uniforms, rows.choices[member], own_first, own_stop)
+        elif rows.trace.shape[1] > 0:
+            copy(rows.parameters, rows.trace[:, position - start], own_first, own_stop)
     # A later call begins with the same shares, so that nobody has to be waited for here.
