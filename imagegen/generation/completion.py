@@ -118,12 +118,15 @@ class Completions:
         drawing: Drawing,
         partial: Partial,
     ) -> None:
+        from imagegen.generation.sampling_loop import particles_for
+
         self.model = model
         self.options = options
         self.drawing = drawing
         self.partial = partial
         self.n = len(partial.images)
-        self.particles = self._particles()
+        count = particles_for(model, partial.visible, options.particles)
+        self.particles = {} if count is None else {"particles": count}
         self.reports: dict[int, Report] = {}
 
     def entries(self) -> dict[str, Any]:
@@ -141,26 +144,6 @@ class Completions:
             )
         ]
         return {"completions": k, **self.particles, "images": images}
-
-    def _particles(self) -> dict[str, int]:
-        """How many particles an image has, where some need them.
-
-        Raises:
-            UserError: where none does, but their number is given.
-        """
-        from imagegen.generation.drawing import kept_steps
-        from imagegen.generation.particles import PARTICLES
-        from imagegen.generation.sampling_loop import needs_particles
-
-        given, model = self.options.particles, self.model
-        if any(needs_particles(model, kept_steps(model, each)) for each in self.partial.visible):
-            return {"particles": given or PARTICLES}
-        if given is not None:
-            raise UserError(
-                f"particles={given} has no effect, for all that is kept comes before what is "
-                "drawn; leave it out."
-            )
-        return {}
 
     def files(self, images: range) -> dict[str, tuple[int, int]]:
         """The files to draw, and the image and the completion that each holds."""

@@ -45,6 +45,8 @@ from imagegen.model.state import select_rows
 from imagegen.model.transformer import ImageTransformer, ModelState
 
 PARTICLES = 256
+RESAMPLED = 1 / 2
+"""Share of the particles; where fewer are effective, they are drawn anew."""
 FEWEST = 1 / 32
 """Share of the particles below which too few of them have decided about an image."""
 _STREAM = 2**64 - 1  # of the random numbers that choose between particles
@@ -231,7 +233,7 @@ def _go_through(
             if stop == len(kept) or not kept[stop]:
                 effective = _effective(log_weights)
                 least = min(least, effective)
-                if effective < count / 2:
+                if effective < count * RESAMPLED:
                     evidence += _log_mean(log_weights)
                     uniform = (np.arange(count) + chance[stop]) / count
                     cloud.select(_inverted(log_weights, uniform))

@@ -256,6 +256,27 @@ def needs_particles(model: ImageTransformer, kept: Bool[np.ndarray, " n"]) -> bo
     return not knows_any_order(model) and bool(kept[int(kept.argmin()) :].any() and not kept.all())
 
 
+def particles_for(
+    model: ImageTransformer, visible: Bool[np.ndarray, "n h w"], given: int | None
+) -> int | None:
+    """How many particles an image has, where any of the images needs them; else None.
+
+    Args:
+        given: their number, if a user has typed it.
+
+    Raises:
+        UserError: for a number that has no effect.
+    """
+    if any(needs_particles(model, kept_steps(model, each)) for each in visible):
+        return given or PARTICLES
+    if given is not None:
+        raise UserError(
+            f"particles={given} has no effect, for all that is kept comes before what is drawn; "
+            "leave it out."
+        )
+    return None
+
+
 def _draw_completions(
     model: ImageTransformer,
     images: UInt8[np.ndarray, "n h w c"],
