@@ -82,5 +82,5 @@ class Canvas(AttentionState):
         )
 
     def _at(self, table: Tensor, place: Tensor) -> Tensor:
-        row = torch.arange(len(place), device=place.device)
+        row = torch.arange(place.shape[0], device=place.device)
         return table[row.view(-1, *(1,) * (place.dim() - 1)), place]

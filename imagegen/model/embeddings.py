@@ -145,8 +145,8 @@ class NeighbourEmbedding(InputEmbedding[Seen]):
     def embedded(
         self,
         level: UInt8[Tensor, "b n k s"],
-        known: Bool[Tensor, "*#b n k"],
-        place: Int64[Tensor, "*#b n"],
+        known: Bool[Tensor, "#b n k"],
+        place: Int64[Tensor, "#b n"],
     ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
         """The embeddings, and the numbers seen.
 
@@ -251,7 +251,8 @@ class Neighbourhood(NeighbourEmbedding[Tensor]):
     ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
         source = torch.arange(self.lookback, self.lookback + len(step), device=window.device)
         level = window[:, source.unsqueeze(-1) - cast(Tensor, self.lags)]
-        return self.embedded(level, cast(Tensor, self.valid)[step], step)
+        inside = cast(Tensor, self.valid)[step].unsqueeze(0)
+        return self.embedded(level, inside, step.unsqueeze(0))
 
 
 class LabelEmbedding(nn.Module):

@@ -107,7 +107,7 @@ class KnownNeighbourhood(NeighbourEmbedding[Canvas]):
         around = torch.where(inside, place.unsqueeze(-1) + cast(Tensor, self.shifts), 0)
         earlier = inside & (canvas.ranks(around) < step.unsqueeze(-1))
         started = (step > 0).unsqueeze(-1)
-        known = torch.cat([earlier, started.expand(len(place), -1, -1)], dim=-1)
+        known = torch.cat([earlier, started.expand(place.shape[0], -1, -1)], dim=-1)
         level = canvas.at(torch.cat([around, before.unsqueeze(-1)], dim=-1))
         x, numbers = self.embedded(level, known, place)
         came = self.row_before(before // raster.row_length) + self.column_before(
