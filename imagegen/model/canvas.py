@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
 from imagegen.attention.base import AttentionState
-from imagegen.model.raster import Raster
+from imagegen.model.embeddings import Raster
 
 
 @dataclass

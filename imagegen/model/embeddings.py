@@ -1,7 +1,9 @@
-"""What the model is given of the values before each step, and the image's label.
+"""What the model is given: the order of the values, and what it sees of those before each.
 
-Axes: `b` batch, `n` position, `w` position in a window, `s` values per step, `e` model width, `k`
-neighbour or label, `a` area.
+Beside that: a linear prediction of the next values from those seen.
+
+Axes: `b` batch, `h w c` height, width, channel, `n` position, `w` position in a window, `s` values
+per step, `f` numbers seen, `e` model width, `k` neighbour.
 """
 
 from __future__ import annotations
@@ -9,15 +11,108 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64, UInt8
+from einops import rearrange
+from jaxtyping import Bool, Float, Int, Int64, Integer, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagegen.core.errors import UserError
-from imagegen.model.raster import Raster
+from imagegen.core.spec import ImageSpec
+
+TOKENS = ("subpixel", "pixel")
+
+
+@dataclass(frozen=True)
+class Raster:
+    """The order in which a model meets the values of an image.
+
+    With `subpixel` tokens a step is one value, and a row is r g b r g b ...; with `pixel` tokens a
+    step is a pixel, all channels of it. For grey images both are the same.
+
+    Raises:
+        UserError: for another kind of token.
+    """
+
+    spec: ImageSpec
+    tokens: str = "subpixel"
+
+    def __post_init__(self) -> None:
+        if self.tokens not in TOKENS:
+            raise UserError(
+                f"model.tokens={self.tokens} is unknown; choose one of {', '.join(TOKENS)}."
+            )
+
+    @property
+    def values_per_step(self) -> int:
+        """Number of values `s` that a step predicts."""
+        return self.spec.channels if self.tokens == "pixel" else 1
+
+    @property
+    def length(self) -> int:
+        """Number of steps `n` of an image."""
+        return self.spec.dims // self.values_per_step
+
+    @property
+    def steps_per_pixel(self) -> int:
+        """Number of steps that one pixel takes."""
+        return self.spec.channels // self.values_per_step
+
+    @property
+    def row_length(self) -> int:
+        """Number of steps of one row of an image."""
+        return self.spec.width * self.steps_per_pixel
+
+    def ranks(self, visible: Bool[Tensor, "b h w"]) -> Int64[Tensor, "b n"]:
+        """When each step of the raster is taken if the visible pixels come first.
+
+        The visible pixels and then the others are each in the order of the raster.
+        """
+        kept = visible.flatten(1).long()
+        missing = 1 - kept
+        after = kept.sum(dim=1, keepdim=True) + missing.cumsum(dim=1)
+        pixel = torch.where(kept.bool(), kept.cumsum(dim=1), after) - 1
+        steps = torch.arange(self.steps_per_pixel, device=visible.device)
+        return (pixel.unsqueeze(-1) * self.steps_per_pixel + steps).flatten(1)
+
+    def places(self, visible: Bool[Tensor, "b h w"]) -> Int64[Tensor, "b n"]:
+        """The step of the raster that is taken n-th, the inverse of `ranks`."""
+        ranks = self.ranks(visible)
+        steps = torch.arange(ranks.shape[1], device=ranks.device)
+        return torch.empty_like(ranks).scatter_(1, ranks, steps.expand_as(ranks))
+
+    def to_sequence(
+        self, images: UInt8[Tensor, "b h w c"], visible: Bool[Tensor, "b h w"] | None = None
+    ) -> UInt8[Tensor, "b n s"]:
+        """Levels of images, in the order of the steps. Takes the first rows of an image as well.
+
+        Args:
+            images: levels.
+            visible: which pixels come first, of whole images; in the order of the raster by
+                default.
+        """
+        sequence = rearrange(images, "b h w (p s) -> b (h w p) s", s=self.values_per_step)
+        return sequence if visible is None else _gathered(sequence, self.places(visible))
+
+    def to_images(
+        self, sequence: Integer[Tensor, "b n s"], visible: Bool[Tensor, "b h w"] | None = None
+    ) -> UInt8[Tensor, "b h w c"]:
+        """The inverse of `to_sequence`."""
+        if visible is not None:
+            sequence = _gathered(sequence, self.ranks(visible))
+        images = rearrange(
+            sequence, "b (h w p) s -> b h w (p s)", w=self.spec.width, p=self.steps_per_pixel
+        )
+        return images.byte()
+
+
+def _gathered(sequence: Tensor, steps: Tensor) -> Tensor:
+    """sequence[b, steps[b, n]], "b n s"."""
+    return sequence.gather(1, steps.unsqueeze(-1).expand_as(sequence))
+
 
 Seen = TypeVar("Seen")
 
@@ -255,56 +350,40 @@ class Neighbourhood(NeighbourEmbedding[Tensor]):
         return self.embedded(level, inside, step.unsqueeze(0))
 
 
-class LabelEmbedding(nn.Module):
-    """A learned vector of each label, and one for each area of the image.
+# Least squares over small photographs, rounded; their sum is 1.
+FIRST_WEIGHTS = {(0, -1): 0.8, (-1, 0): 0.6, (-1, -1): -0.5, (-1, 1): 0.1}
 
-    Without the areas, what a label means at a place has to be worked out by the layers, and as a
-    label is worth few of an image's bits, they learn that slowly (benchmarks/results/quality.md).
+
+class LinearPrediction(nn.Module):
+    """A linear function of the numbers that the embedding sees, for each value of a step.
+
+    What the output distribution has to add is then as small as the residual of a predictive coder,
+    from the first training step on. At first each value is predicted from the same channel of the
+    pixels to the left and above, and from no more of them than the embedding sees.
 
     Args:
-        n_classes: number of labels.
-        d_model: width `e` of the result.
-        raster: the order of the values.
-        grid: the image has grid x grid areas, or as many as pixels along a shorter side; 1 is
-            without them.
+        embedding: gives the numbers `f`.
 
     Attributes:
-        weight: of each label, and of "no label" in the last row; "k e".
-        areas: what is added to that in each area; "k a e", or None.
-
-    Raises:
-        UserError: for fewer than one label.
+        weight: "s f".
     """
 
-    def __init__(self, n_classes: int, d_model: int, raster: Raster, grid: int = 1) -> None:
+    def __init__(self, embedding: InputEmbedding[Any]) -> None:
         super().__init__()
-        if n_classes < 1:
-            raise UserError(f"n_classes={n_classes} must be at least 1.")
-        self.n_classes = n_classes
-        self.weight = nn.Parameter(torch.empty(n_classes + 1, d_model))
-        nn.init.normal_(self.weight, std=d_model**-0.5)
-        spec = raster.spec
-        rows, columns = min(grid, spec.height), min(grid, spec.width)
-        pixel = torch.arange(raster.length) // raster.steps_per_pixel
-        row, column = pixel // spec.width, pixel % spec.width
-        area = row * rows // spec.height * columns + column * columns // spec.width
-        self.register_buffer("area", area, persistent=False)
-        self.areas = None
-        if rows * columns > 1:
-            self.areas = nn.Parameter(torch.zeros(n_classes + 1, rows * columns, d_model))
+        values, lags = embedding.raster.values_per_step, embedding.neighbour_lags
+        self.weight = nn.Parameter(torch.zeros(values, embedding.n_numbers))
+        with torch.no_grad():
+            for offset, weight in FIRST_WEIGHTS.items():
+                lag = embedding.lag(*offset)
+                if lag in lags:
+                    first = lags.index(lag) * values
+                    self.weight[:, first : first + values].fill_diagonal_(weight)
 
-    def forward(
-        self, labels: Int64[Tensor, " b"], place: Int64[Tensor, "#b n"]
-    ) -> Float[Tensor, "b n_or_1 e"]:
-        """What is added to the input of steps, or the same of all steps.
+    def forward(self, numbers: Float[Tensor, "b n f"]) -> Float[Tensor, "b n s"]:
+        """Values from -1 to 1 or a little beyond.
 
         Args:
-            labels: 0 to n_classes - 1, or below 0 for no label.
-            place: the steps, in the raster.
+            numbers: that the embedding gives.
         """
-        row = torch.where(labels < 0, self.n_classes, labels)
-        whole = nn.functional.embedding(row, self.weight).unsqueeze(1)
-        if self.areas is None:
-            return whole
-        index = row.unsqueeze(1) * self.areas.shape[1] + cast(Tensor, self.area)[place]
-        return whole + nn.functional.embedding(index, self.areas.flatten(0, 1))
+        with torch.autocast(numbers.device.type, enabled=False):  # see `OutputHead.forward`
+            return F.linear(numbers, self.weight)

@@ -1,6 +1,7 @@
 """What a step sees where any pixels may be known: its neighbours on all sides.
 
-Axes: `b` batch, `n` position, `s` values per step, `e` model width, `k` neighbour.
+Axes: `b` batch, `n` position, `s` values per step, `e` model width, `f` numbers seen, `k` neighbour
+or pattern.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from imagegen.model.canvas import Canvas
 from imagegen.model.embeddings import (
     DEFAULT_NEIGHBOURS,
     InputEmbedding,
+    LinearPrediction,
     NeighbourEmbedding,
     Neighbourhood,
+    Raster,
     check_neighbours,
 )
-from imagegen.model.raster import Raster
 
 ORDERS = ("raster", "any")
 
@@ -126,6 +128,42 @@ def _on_all_sides(neighbours: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         for offset in ((row, column), (row, -column), (-row, column), (-row, -column))
     }
     return sorted(found, key=lambda offset: (offset[0] ** 2 + offset[1] ** 2, offset))
+
+
+class KnownPrediction(LinearPrediction):
+    """A linear prediction for each pattern of known pixels among the four adjacent ones.
+
+    One linear function cannot serve a pixel between two known ones as well as a pixel with none
+    below. At first the weights of the raster are taken where just the pixels to the left and above
+    are known, and the mean of the known ones in every other pattern.
+
+    Attributes:
+        weight: "k*s f"; bit i of the pattern is `ADJACENT[i]`.
+    """
+
+    def __init__(self, embedding: KnownNeighbourhood) -> None:
+        super().__init__(embedding)
+        self.adjacent = embedding.adjacent
+        self.values = values = embedding.raster.values_per_step
+        first = self.weight.detach()
+        patterns = torch.zeros(1 << len(ADJACENT), *first.shape)
+        for pattern in range(1, len(patterns)):
+            known = [k for i, k in enumerate(self.adjacent) if pattern >> i & 1 and k >= 0]
+            for k in known:
+                own = patterns[pattern, :, k * values : (k + 1) * values]
+                own.fill_diagonal_(1 / len(known))
+        patterns[0b0011] = first
+        self.weight = nn.Parameter(patterns.flatten(0, 1))
+        self.flags = embedding.n_numbers - embedding.n_numbers // (values + 1)
+
+    def forward(self, numbers: Float[Tensor, "b n f"]) -> Float[Tensor, "b n s"]:
+        every = super().forward(numbers).unflatten(-1, (-1, self.values))
+        pattern = torch.zeros(numbers.shape[:2], dtype=torch.int64, device=numbers.device)
+        for bit, k in enumerate(self.adjacent):
+            if k >= 0:
+                pattern = pattern + (numbers[..., self.flags + k] > 0).long() * (1 << bit)
+        index = pattern[..., None, None].expand(-1, -1, 1, self.values)
+        return every.gather(2, index).squeeze(2)
 
 
 def build_embedding(

@@ -23,10 +23,13 @@ from imagegen.core.spec import ImageSpec
 from imagegen.heads.base import OutputHead
 from imagegen.model.block import NORMS, Block, BlockOptions, Dropout, known
 from imagegen.model.canvas import Canvas
-from imagegen.model.embeddings import LabelEmbedding
-from imagegen.model.known_neighbourhood import KnownNeighbourhood, build_embedding
-from imagegen.model.linear_prediction import KnownPrediction, LinearPrediction
-from imagegen.model.raster import Raster
+from imagegen.model.embeddings import LinearPrediction, Raster
+from imagegen.model.known_neighbourhood import (
+    KnownNeighbourhood,
+    KnownPrediction,
+    build_embedding,
+)
+from imagegen.model.labels import LabelEmbedding
 from imagegen.model.state import ModelState as ModelState
 
 NO_LABEL = -1

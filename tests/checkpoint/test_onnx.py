@@ -84,7 +84,7 @@ def example() -> ModuleType:
             for name, spec, options in (
                 ("colour", COLOUR, DEFAULT),
                 ("everything", COLOUR, EVERYTHING),
-                ("any order", COLOUR, {**ANY, "n_classes": 2, "label_grid": 2, "tokens": "pixel"}),
+                ("any order", COLOUR, {**ANY, "n_classes": 3, "label_grid": 2, "tokens": "pixel"}),
                 ("flips", GREY, {"flips": True}),
                 ("favor", GREY, attention("linear", feature_map="favor")),
                 ("fourier", GREY, attention("linear", feature_map="fourier")),

@@ -17,8 +17,8 @@ from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.core.errors import UserError
 from imagegen.core.installation import PROJECT_ROOT
 from imagegen.core.spec import ImageSpec
+from imagegen.model.embeddings import Raster
 from imagegen.model.known_neighbourhood import ADJACENT, KnownNeighbourhood
-from imagegen.model.raster import Raster
 from imagegen.model.transformer import ImageTransformer
 from tests.helpers import save_tiny_checkpoint, tiny_model
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
-from imagegen.model.embeddings import LabelEmbedding
-from imagegen.model.raster import TOKENS, Raster
+from imagegen.model.embeddings import TOKENS, Raster
+from imagegen.model.labels import LabelEmbedding
 
 
 @given(

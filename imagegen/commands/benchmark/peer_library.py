@@ -24,7 +24,7 @@ from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.heads.base import OutputHead
 from imagegen.heads.mixture_of_logistics import MIN_LOG_SCALE, MixtureOfLogistics
-from imagegen.model.raster import Raster
+from imagegen.model.embeddings import Raster
 
 INSTALL = (
     "pytorch-fast-transformers is not installed; CONTRIBUTING.md tells under Peers how to install "

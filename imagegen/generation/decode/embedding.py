@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from imagegen.generation.decode.compile import fast
 from imagegen.model.canvas import Canvas
-from imagegen.model.embeddings import Neighbourhood, ValueAndSinusoid
-from imagegen.model.known_neighbourhood import KnownNeighbourhood
-from imagegen.model.linear_prediction import KnownPrediction, LinearPrediction
+from imagegen.model.embeddings import LinearPrediction, Neighbourhood, ValueAndSinusoid
+from imagegen.model.known_neighbourhood import KnownNeighbourhood, KnownPrediction
 from imagegen.model.transformer import NO_LABEL, ImageTransformer
 
 
