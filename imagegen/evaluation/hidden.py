@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float64, Int64, UInt8
 from imagegen.core.inference import inference
 from imagegen.core.progress import image_progress
 from imagegen.data.regions import Region
-from imagegen.generation.drawing import Drawing, kept_steps, knows_any_order
+from imagegen.generation.drawing import Drawing, first_pixels, kept_steps, knows_any_order
 from imagegen.generation.particles import Report, estimate_evidence
 from imagegen.generation.sampling_loop import needs_particles, particles_for
 from imagegen.model.transformer import ImageTransformer
@@ -124,7 +124,17 @@ def _by_its_own_order(
     labels: Int64[np.ndarray, " n"] | None,
 ) -> Float64[np.ndarray, " n"]:
     """`score_hidden` of a model that takes the visible pixels first."""
-    raise NotImplementedError("models of any order are scored where they are")
+    bits = np.empty(len(images))
+    for first in range(0, len(images), batch_size):
+        batch = slice(first, first + batch_size)
+        given = torch.from_numpy(np.array(images[batch])).to(model.device)
+        known = None if labels is None else torch.from_numpy(labels[batch]).to(model.device)
+        with inference(model):
+            found = model.bits_per_dim(given, known, visible=first_pixels(model, visible[batch]))
+        bits[batch] = found.cpu().double().numpy()
+        if progress is not None:
+            progress(len(given))
+    return bits
 
 
 def _hidden_values(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64, Integer
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from imagegen.core.errors import UserError
@@ -146,30 +146,12 @@ def check_labels(model: ImageTransformer, labels: Sequence[int]) -> None:
             )
 
 
-def draw_levels(
-    model: ImageTransformer,
-    parameters: Float[Tensor, "rows p"],
-    numbers: Float[Tensor, "b u"],
-    drawing: Drawing,
-) -> Integer[Tensor, "b s"]:
-    """The values of a step, from its distribution with all that a user has said of drawing.
-
-    Args:
-        parameters: on the model's device; with guidance, the second half is without labels.
-        numbers: uniform, on the `float64_device` of that device.
-    """
-    if drawing.copies == 1:
-        return model.head.sample(parameters, numbers, drawing.controls)
-    with_labels, without = parameters.chunk(2)
-    return model.head.sample_guided(with_labels, without, numbers, drawing.controls)
-
-
 def knows_any_order(model: ImageTransformer) -> bool:
     """Whether a model takes the visible pixels of any region first, or all in raster order."""
-    return getattr(model, "order", "raster") == "any"
+    return model.order == "any"
 
 
-def order_of(
+def first_pixels(
     model: ImageTransformer, visible: Bool[np.ndarray, "b h w"]
 ) -> Bool[Tensor, "b h w"] | None:
     """The pixels that come first, on the model's device; None for those of the raster."""
@@ -191,7 +173,7 @@ def initial_state(
     """The state before the first step, of `rows` rows (twice as many with guidance).
 
     Args:
-        order: see `order_of`.
+        order: see `first_pixels`.
     """
     labels = drawing.labels_of(images, rows)
     on_device = None if labels is None else labels.to(model.device)

@@ -35,14 +35,13 @@ from imagegen.core.float64 import float64_device
 from imagegen.generation.decode import Particles
 from imagegen.generation.drawing import (
     Drawing,
-    draw_levels,
     initial_state,
     no_gradients,
     noise,
     uniforms,
 )
-from imagegen.model.state import select_rows
-from imagegen.model.transformer import ImageTransformer, ModelState
+from imagegen.model.state import ModelState
+from imagegen.model.transformer import ImageTransformer
 
 PARTICLES = 256
 RESAMPLED = 1 / 2
@@ -113,7 +112,7 @@ class SteppedParticles(Particles):
         for step in range(start, stop):
             self._go_to(step)
             numbers = self.numbers[:, step - self.first]
-            levels = draw_levels(self.model, self.parameters, numbers, self.drawing)
+            levels = self.model.head.draw_levels(self.parameters, numbers, self.drawing.controls)
             self.sequence[:, step] = levels.cpu().numpy()
 
     def score(self, start: int, stop: int) -> Float64[np.ndarray, " b"]:
@@ -129,7 +128,7 @@ class SteppedParticles(Particles):
         self.sequence[:] = self.sequence[rows]
         copies = [rows + len(rows) * copy for copy in range(self.drawing.copies)]
         index = torch.from_numpy(np.concatenate(copies)).to(self.model.device)
-        self.state = select_rows(self.state, index, self.state.position)
+        self.state = self.state.select(index)
 
     def _go_to(self, step: int) -> None:
         """Find the distribution of a step, whose predecessor's was found last."""

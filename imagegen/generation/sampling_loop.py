@@ -29,13 +29,12 @@ from imagegen.generation.drawing import (
     ROW_GROUP,
     Drawing,
     Progress,
-    draw_levels,
+    first_pixels,
     initial_state,
     kept_steps,
     knows_any_order,
     no_gradients,
     noise,
-    order_of,
 )
 from imagegen.generation.particles import PARTICLES, Report, draw_particles
 from imagegen.heads.controls import Controls
@@ -77,7 +76,7 @@ def continue_sequences(
         if step:
             values = sequence[:, step - 1].repeat(drawing.copies, 1)
             parameters, state = model.step(values, state)
-        sequence[:, step] = draw_levels(model, parameters, numbers[:, step], drawing)
+        sequence[:, step] = model.head.draw_levels(parameters, numbers[:, step], drawing.controls)
         if drawing.progress:
             drawing.progress(len(streams) / steps)
     return sequence[: len(streams)]
@@ -313,7 +312,7 @@ def _complete(
     """Completions `forks`, image by image, of images that keep as many first steps."""
     filled = _round_up(len(images), ROW_GROUP // math.gcd(len(forks), ROW_GROUP))
     whole = torch.from_numpy(np.resize(images, (filled, *images.shape[1:]))).to(model.device)
-    order = order_of(model, np.resize(visible, (filled, *visible.shape[1:])))
+    order = first_pixels(model, np.resize(visible, (filled, *visible.shape[1:])))
     streams = [(image, fork) for image in indices for fork in forks]
     with no_gradients(model):
         prefix = model.raster.to_sequence(whole, order)[:, :first]

@@ -1,15 +1,74 @@
-"""A model's state taken apart into named tensors, and put together from others."""
+"""A model's state, and how it is taken apart into named tensors and put together from others.
+
+Axes: `b` batch, `s` values per step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-State = TypeVar("State")
+from imagegen.attention.base import AttentionState, Position
+from imagegen.model.canvas import Canvas
+
+
+@dataclasses.dataclass
+class ModelState:
+    """What generation carries from one step to the next; it belongs to the caller.
+
+    Attributes:
+        position: number of steps whose distributions have been computed.
+        recent: levels of the last steps, as many as the embedding looks back.
+        layers: the attention states.
+        labels: of the images, -1 for none; of models that know labels.
+        canvas: the values known so far; of models that know any order.
+    """
+
+    position: Position
+    recent: UInt8[Tensor, "b lookback s"]
+    layers: list[AttentionState]
+    labels: Int64[Tensor, " b"] | None = None
+    canvas: Canvas | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state."""
+        tensors = [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
+        labels = [] if self.labels is None else [self.labels]
+        return [*tensors, *labels, *([] if self.canvas is None else self.canvas.tensors())]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the state holds."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def clone(self) -> ModelState:
+        """A copy that shares no memory with this state."""
+        layers = [layer.clone() for layer in self.layers]
+        labels = None if self.labels is None else self.labels.clone()
+        canvas = None if self.canvas is None else self.canvas.clone()
+        return ModelState(self.position, self.recent.clone(), layers, labels, canvas)
+
+    def repeat(self, times: int) -> ModelState:
+        """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
+        layers = [layer.repeat(times) for layer in self.layers]
+        recent = self.recent.repeat_interleave(times, dim=0)
+        labels = None if self.labels is None else self.labels.repeat_interleave(times, dim=0)
+        canvas = None if self.canvas is None else self.canvas.repeat(times)
+        return ModelState(self.position, recent, layers, labels, canvas)
+
+    def select(self, rows: Int64[Tensor, " k"]) -> ModelState:
+        """The state of these rows, in new memory; a row may come several times.
+
+        Args:
+            rows: on the device of the state.
+        """
+        chosen = {name: tensor[rows] for name, tensor in named_tensors(self)}
+        selected: ModelState = with_tensors(self, chosen, "", self.position, len(rows))
+        return selected
 
 
 def named_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -38,18 +97,6 @@ def with_tensors(
         return parts
     fields = [field.name for field in dataclasses.fields(initial)]
     return dataclasses.replace(initial, **dict(zip(fields, parts, strict=True)))
-
-
-def select_rows(state: State, rows: Int64[Tensor, " k"], position: int) -> State:
-    """The state of these rows, in new memory; a row may come several times.
-
-    Args:
-        state: of a model, `position` steps of which have been taken.
-        rows: on the device of the state.
-    """
-    chosen = {name: tensor[rows] for name, tensor in named_tensors(state)}
-    selected: State = with_tensors(state, chosen, "", position, len(rows))
-    return selected
 
 
 def _parts(state: Any, prefix: str) -> list[tuple[str, Any]]:

@@ -157,14 +157,13 @@ def test_the_evidence_is_right_on_average_with_few_particles(
     model, visible, runs = _toy("grey"), _mask("grey"), 200
     image = next(generate(model, 1, seed=2))[0]
     kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
-    reports = [estimate_evidence(model, image, kept, i, drawing, 4) for i in range(runs)]
+    reports = [estimate_evidence(model, image, kept, i, drawing, 2) for i in range(runs)]
     assert sum(report.resamplings for report in reports) > 20
     logs = _log_prob(model)
     ratios = np.exp([report.log_evidence for report in reports])
     ratios /= _exact(model, image, visible, logs, logs)[2]
     assert abs(ratios.mean() - 1) < 3 * ratios.std() / np.sqrt(runs)
-    # That of its logarithm is too low.
-    assert np.log(ratios).mean() < -2 * np.log(ratios).std() / np.sqrt(runs)
+    assert ratios.std() > 0.2
 
 
 def test_controls_change_what_is_drawn_not_what_is_weighed() -> None:

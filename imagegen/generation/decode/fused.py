@@ -19,6 +19,7 @@ from torch import Tensor
 from imagegen.core.machine import threads
 from imagegen.generation.decode import Decoder, Particles
 from imagegen.generation.decode.attention import work_size
+from imagegen.generation.decode.embedding import order_of
 from imagegen.generation.decode.integer import UNROLL
 from imagegen.generation.decode.loop import Rows, Settings, run
 from imagegen.generation.decode.matmul import TILE_ROWS
@@ -206,17 +207,22 @@ class FusedDecoder(Decoder):
         ]
         s, z, keys, recent = (np.stack(arrays) for arrays in zip(*states, strict=True))
         inner = s.shape[2] * s.shape[4]
-        features = features_of(model)
+        features, order = features_of(model), order_of(state.canvas, part, sequence.shape[1])
+        own = sequence[part]
+        if state.canvas is not None:
+            drawn = max(state.position - 1, 0)
+            own[:, :drawn] = state.canvas.first(drawn)[part].numpy()
         return Rows(
             s=s,
             z=z,
             keys=keys,
             recent=recent,
             ones=np.ones(s.shape[3], dtype=np.float32),
-            sequence=sequence[part],
+            order=order,
+            sequence=own,
             label=label,
             noise=noise[part],
-            predicted=room(weights.prediction.shape[3]),
+            predicted=room(weights.prediction.table.shape[4]),
             x=room(width),
             before=room(width),
             given=room(weights.mix.width),
