@@ -153,7 +153,8 @@ class OutputHead(nn.Module, ABC):
         """
         if controls.guidance == 1:
             return self.sample(parameters, uniforms, controls)
-        return self.sample_guided(*parameters.chunk(2), uniforms, controls)
+        with_it, without = parameters.chunk(2)
+        return self.sample_guided(with_it, without, uniforms, controls)
 
     def sample_guided(
         self,

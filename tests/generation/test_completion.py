@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import sample as sample_py
+from imagegen.cli.entry import quoted
 from imagegen.core.errors import UserError
 from imagegen.data.digits import Digits
 from imagegen.data.regions import read_region
@@ -17,6 +19,7 @@ from tests.helpers import (
     manifest,
     read,
     read_images,
+    run_main,
     sample,
     save_colour_checkpoint,
     save_tiny_checkpoint,
@@ -331,3 +334,19 @@ def test_transparent_pixels_are_the_region(colour: Path, tmp_path: Path) -> None
     # What is typed comes first.
     sample(colour, tmp_path / "out", *options[:-1], "visible=0.75")
     assert [entry["visible_rows"] for entry in manifest(tmp_path / "out")["images"]] == [3, 3]
+
+
+def test_a_rectangle_is_typed_without_quotes(
+    grey: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = ["visible=rectangle:[1,2,3,4]", "n=1", "completions=1", "particles=4"]
+    arguments = [f"ckpt={grey}", "out=out", "device=cpu", "task=complete", *typed]
+    assert run_main(monkeypatch, sample_py.main, "sample.py", *arguments) == 0
+    (entry,) = manifest(tmp_path / "out")["images"]
+    assert entry["visible"] == "rectangle:[1,2,3,4]"
+    assert entry["kept"] == 1 - 12 / 64
+    assert quoted("visible=[left:0.5,rectangle:[1,2,3,4]]") == (
+        "visible=[left:0.5,'rectangle:[1,2,3,4]']"
+    )
+    assert quoted("visible='rectangle:[1,2,3,4]'") == "visible='rectangle:[1,2,3,4]'"

@@ -29,7 +29,7 @@ TOYS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
 }
 
 
-def _toy(kind: str, **more: Any) -> ImageTransformer:
+def toy(kind: str, **more: Any) -> ImageTransformer:
     spec, options = TOYS[kind]
     model = tiny_model(spec, seed=3, **{"embedding": NEIGHBOURHOOD, **options, **more})
     with torch.no_grad():
@@ -43,7 +43,7 @@ def _every_image(spec: ImageSpec) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8).view(-1, *spec.shape)
 
 
-def _exact(
+def exact_conditional(
     model: ImageTransformer,
     image: np.ndarray,
     visible: np.ndarray,
@@ -64,7 +64,7 @@ def _exact(
 
 
 @torch.no_grad()
-def _log_prob(model: ImageTransformer, **options: Any) -> torch.Tensor:
+def log_prob_of_all(model: ImageTransformer, **options: Any) -> torch.Tensor:
     return model.log_prob(_every_image(model.spec), **options).sum(dim=-1)
 
 
@@ -91,7 +91,7 @@ def _agrees(drawn: np.ndarray, images: np.ndarray, exact: np.ndarray) -> bool:
     return statistic < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def _mask(kind: str) -> np.ndarray:
+def mask_of(kind: str) -> np.ndarray:
     """Several runs of missing and of kept pixels, the first of them kept."""
     hidden = {"grey": [1, 3, 4, 7], "sub-pixels": [1, 3], "pixels": [0, 2]}[kind]
     spec = TOYS[kind][0]
@@ -137,14 +137,14 @@ def test_the_distribution_given_what_is_kept(
 ) -> None:
     monkeypatch.setattr(decode, "SHORTEST", 1 if compiled else 1 << 30)
     monkeypatch.setattr(particles, "RESAMPLED", resampled)
-    model, visible = _toy(kind), _mask(kind)
+    model, visible = toy(kind), mask_of(kind)
     image, drawn, reports = _run(model, visible, seed=5, precision="32")
     assert (sum(report.resamplings for report in reports) > RUNS / 2) == (resampled > 0.5)
-    logs = _log_prob(model)
-    possible, exact, evidence = _exact(model, image, visible, logs, logs)
+    logs = log_prob_of_all(model)
+    possible, exact, evidence = exact_conditional(model, image, visible, logs, logs)
     assert _agrees(drawn, possible, exact)
     # The model on its own, without regard to the kept pixels, would be told apart.
-    _, blind, _ = _exact(model, image, visible, torch.zeros_like(logs), logs)
+    _, blind, _ = exact_conditional(model, image, visible, torch.zeros_like(logs), logs)
     assert not _agrees(drawn, possible, blind)
     ratios = np.exp([report.log_evidence for report in reports]) / evidence
     assert abs(ratios.mean() - 1) < 4 * ratios.std() / np.sqrt(RUNS)
@@ -154,31 +154,33 @@ def test_the_evidence_is_right_on_average_with_few_particles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(particles, "RESAMPLED", 0.9)
-    model, visible, runs = _toy("grey"), _mask("grey"), 200
+    model, visible, runs = toy("grey"), mask_of("grey"), 200
     image = next(generate(model, 1, seed=2))[0]
     kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
     reports = [estimate_evidence(model, image, kept, i, drawing, 2) for i in range(runs)]
     assert sum(report.resamplings for report in reports) > 20
-    logs = _log_prob(model)
+    logs = log_prob_of_all(model)
     ratios = np.exp([report.log_evidence for report in reports])
-    ratios /= _exact(model, image, visible, logs, logs)[2]
+    ratios /= exact_conditional(model, image, visible, logs, logs)[2]
     assert abs(ratios.mean() - 1) < 3 * ratios.std() / np.sqrt(runs)
     assert ratios.std() > 0.2
 
 
 def test_controls_change_what_is_drawn_not_what_is_weighed() -> None:
-    model, visible = _toy("grey"), _mask("grey")
+    model, visible = toy("grey"), mask_of("grey")
     image, drawn, _ = _run(model, visible, controls=Controls(temperature=0.5))
     sequences = model.raster.to_sequence(_every_image(model.spec))
     with torch.no_grad():
         logits = model.parameters_of(sequences)
     cooled = model.head.log_prob(logits / 0.5, sequences).sum(dim=-1)
-    assert _agrees(drawn, *_exact(model, image, visible, _log_prob(model), cooled)[:2])
-    assert not _agrees(drawn, *_exact(model, image, visible, cooled, cooled)[:2])
+    assert _agrees(
+        drawn, *exact_conditional(model, image, visible, log_prob_of_all(model), cooled)[:2]
+    )
+    assert not _agrees(drawn, *exact_conditional(model, image, visible, cooled, cooled)[:2])
 
 
 def test_where_nothing_is_left_to_chance_one_particle_is_all_of_them() -> None:
-    model, visible = _toy("grey"), _mask("grey")
+    model, visible = toy("grey"), mask_of("grey")
     image = next(generate(model, 1, seed=2))
     for count in (1, 9):
         reports: list[Report] = []
@@ -196,7 +198,7 @@ def test_where_nothing_is_left_to_chance_one_particle_is_all_of_them() -> None:
 
 
 def test_guidance_changes_what_is_drawn_not_what_is_weighed() -> None:
-    model, visible = _toy("grey", n_classes=2), _mask("grey")
+    model, visible = toy("grey", n_classes=2), mask_of("grey")
     with torch.no_grad():
         model.label.weight.mul_(8)  # type: ignore[union-attr]
     every = _every_image(model.spec)
@@ -210,14 +212,14 @@ def test_guidance_changes_what_is_drawn_not_what_is_weighed() -> None:
         )
     guided = (without + 2.5 * (with_it - without)).log_softmax(-1)
     guided = guided.gather(-1, sequences.long()).squeeze(-1)
-    weighed = _log_prob(model, labels=torch.ones(len(every), dtype=torch.int64))
-    assert _agrees(drawn, *_exact(model, image, visible, weighed, guided)[:2])
-    assert not _agrees(drawn, *_exact(model, image, visible, weighed, weighed)[:2])
+    weighed = log_prob_of_all(model, labels=torch.ones(len(every), dtype=torch.int64))
+    assert _agrees(drawn, *exact_conditional(model, image, visible, weighed, guided)[:2])
+    assert not _agrees(drawn, *exact_conditional(model, image, visible, weighed, weighed)[:2])
 
 
 def test_completions_spread_over_the_particles() -> None:
     """The first few of them already hold what all of them do, each as often as it is likely."""
-    model, visible = _toy("grey"), _mask("grey")
+    model, visible = toy("grey"), mask_of("grey")
     image = next(generate(model, 1, seed=2))[0]
     kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
     many, report = draw_particles(model, image, kept, 0, range(256), drawing, 256)
@@ -259,7 +261,7 @@ def test_compiled_particles_are_those_of_the_steps(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_diverged_model_is_refused() -> None:
-    model, visible = _toy("grey"), _mask("grey")
+    model, visible = toy("grey"), mask_of("grey")
     with torch.no_grad():
         next(model.head.parameters()).fill_(torch.nan)
     with pytest.raises(UserError, match="no probability for a pixel that is kept, so its training"):
