@@ -66,7 +66,7 @@ def read_partial(loaded: LoadedCheckpoint, options: SampleOptions) -> Partial:
         images = from_display(pixels, spec.levels)
     regions = regions_of(options, len(images))
     masked: list[np.ndarray | None] = [None] * len(images)
-    if options.visible is None:
+    if options.visible is None and (masks is not None or options.images is not None):
         masked = list(read_visible(sources, masks, spec))
     visible, said = [], []
     for i, (region, mask) in enumerate(zip(regions, masked, strict=True)):

@@ -236,6 +236,15 @@ def completions_by_plain_steps(model: ImageTransformer) -> Any:
 
 
 @way(OF_HEADS)
+def completions_by_particles(model: ImageTransformer) -> Any:
+    images = images_of(model, 2)
+    visible = np.ones(images.shape[:3], dtype=bool)
+    visible[:, :2, :1] = False
+    with _as_long_ones(model):
+        return complete(model, images, visible, 2, seed=3, labels=[1, -1], particles=6)
+
+
+@way(OF_HEADS)
 def guided(model: ImageTransformer) -> Any:
     controls = Controls(guidance=2.0, temperature=0.9, top_p=0.9)
     return list(generate(model, 2, controls=controls, labels=[1]))

@@ -74,8 +74,9 @@ def _of_neighbours(embedding: Neighbourhood | KnownNeighbourhood) -> EmbeddingTa
     table = table + _of_numbers(embedding, embedding.number.weight)
     step = torch.arange(raster.length)
     row, column = step // raster.row_length, step // raster.steps_per_pixel % spec.width
-    place = embedding.row(row) + embedding.column(column) + embedding.number.bias
-    place = place + embedding.channel(step % raster.steps_per_pixel)
+    channel = step % raster.steps_per_pixel
+    place = embedding.row(row) + embedding.column(column) + embedding.channel(channel)
+    place = place + embedding.number.bias
     if isinstance(embedding, KnownNeighbourhood):
         shifts, inside = cast(Tensor, embedding.shifts), cast(Tensor, embedding.inside)
         before = embedding.row_before(row) + embedding.column_before(column)
