@@ -72,12 +72,15 @@ class CausalAttention(nn.Module, ABC, Generic[State]):
 
     Attributes:
         constant_state: whether the state has the same size at every position.
+        needs_raster: whether positions at fixed distances are taken for neighbours in the image,
+            as they are in the order of the raster only.
 
     Raises:
         UserError: for sizes below one, or a width that the heads do not divide.
     """
 
     constant_state: bool = True
+    needs_raster: bool = False
 
     def __init__(
         self,

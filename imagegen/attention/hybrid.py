@@ -57,6 +57,7 @@ class HybridAttention(CausalAttention[AttentionState]):
         options = {"d_model": d_model, "n_heads": n_heads, "head_dim": head_dim, **context}
         self.mechanism = build(configs[self.layer % len(configs)], CausalAttention, **options)
         self.constant_state = self.mechanism.constant_state
+        self.needs_raster = self.mechanism.needs_raster
         if self.layer == 0:
             # Entries that no layer comes to are refused as well where they are wrong.
             with torch.random.fork_rng(devices=[]):

@@ -73,6 +73,8 @@ class LocalAttention(CausalAttention[LocalState]):
         UserError: for a window below one.
     """
 
+    needs_raster = True
+
     def __init__(
         self,
         d_model: int,

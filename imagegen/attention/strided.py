@@ -114,6 +114,7 @@ class StridedAttention(CausalAttention[StridedState]):
     """
 
     constant_state = False
+    needs_raster = True
 
     def __init__(
         self,

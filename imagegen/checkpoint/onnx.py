@@ -8,7 +8,12 @@
                next.<state>                 the state to continue from, one output an input
 
 A state tensor begins as a constant that the metadata's `initial_state` names. The metadata further
-say what an image is and which distribution the parameters are of; see `step_metadata`. The file
+say what an image is and which distribution the parameters are of; see `step_metadata`. A model of
+any order (`canvas.…` among its state) draws whole images in the order of the raster from such a
+beginning. To complete a region, let the first `canvas.kept` steps be those of visible pixels, whose
+values are then fed as tokens instead of drawn ones; `canvas.place_shift` is, for each step, its
+place in the raster minus the step, and `canvas.rank_shift`, for each place, its step minus the
+place. Both kinds of pixels keep the order of the raster among themselves. The file
 needs nothing of this package: `examples/generate_onnx.py` generates with it.
 """
 
@@ -88,7 +93,8 @@ def step_metadata(step: SingleStep) -> dict[str, str]:
         "values_per_step": model.raster.values_per_step,
         "uniforms_per_step": model.head.uniforms_per_step,
         "n_classes": model.n_classes or 0,
-        "order": "rows from the top, pixels from the left, the channels of a pixel together",
+        "order": ("the visible pixels, then the others: " if model.order == "any" else "")
+        + "rows from the top, pixels from the left, the channels of a pixel together",
         "head": head.__module__.rpartition(".")[2],
         "initial_state": json.dumps({name: _fill(t) for name, t in step.state.items()}),
     }

@@ -108,6 +108,11 @@ def at_home(text: str) -> str:
     return f"{found[1]}{home}{found[2] or ''}"
 
 
+def quoted(text: str) -> str:
+    """An argument whose regions rectangle:[…] are quoted, for Hydra takes brackets for a list."""
+    return re.sub(r"(?<!['\"\w])rectangle:\[[^\[\]'\"]*\]", lambda found: f"'{found[0]}'", text)
+
+
 def debugging() -> bool:
     """Whether the user wants tracebacks."""
     return any(os.environ.get(name) == "1" for name in ("IMAGEGEN_DEBUG", "HYDRA_FULL_ERROR"))
@@ -130,7 +135,7 @@ def _run(
     spin_briefly()
     try:
         register_resolvers()
-        sys.argv[1:] = map(at_home, sys.argv[1:])
+        sys.argv[1:] = [quoted(at_home(text)) for text in sys.argv[1:]]
         typed = sys.argv[1:]
         if rewrite is not None:
             # Other processes of a distributed run are started from sys.argv, so it is set for good.

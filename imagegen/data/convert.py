@@ -16,9 +16,10 @@ What each kind of file becomes:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -49,9 +50,40 @@ def read_image(path: Path, channels: int) -> UInt8[np.ndarray, "h w c"]:
             of a kind that has no clear meaning as 8-bit grey or RGB; or `channels` is neither 1
             nor 3.
     """
+    check_channels(channels)
+
+    def converted(image: Image.Image, file_format: str | None) -> np.ndarray:
+        plain = _eight_bit(image, file_format, path)
+        return np.array(plain.convert(_MODES[channels]), dtype=np.uint8)
+
+    array: np.ndarray = _opened(path, converted)
+    return array[..., None] if array.ndim == 2 else array
+
+
+def read_alpha(path: Path) -> UInt8[np.ndarray, "h w"] | None:
+    """How opaque each pixel of an image file is, 0 to 255; None where it has no transparency.
+
+    Raises:
+        UserError: as `read_image`.
+    """
+
+    def alpha(image: Image.Image, file_format: str | None) -> np.ndarray | None:
+        if image.mode not in _PLAIN or not image.has_transparency_data:
+            return None
+        return np.array(image.convert("RGBA").getchannel("A"), dtype=np.uint8)
+
+    found: np.ndarray | None = _opened(path, alpha)
+    return found
+
+
+def _opened(path: Path, read: Callable[[Image.Image, str | None], Any]) -> Any:
+    """What `read` makes of an image file, given the image, turned upright, and its format.
+
+    Raises:
+        UserError: see `read_image`.
+    """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    check_channels(channels)
     _quiet_size_warning()
     try:
         # Not by its name: Pillow (13.0) maps the pixels of such a TIFF file into memory as if they
@@ -63,8 +95,7 @@ def read_image(path: Path, channels: int) -> UInt8[np.ndarray, "h w c"]:
                     f"{MAX_PIXELS} are read; make it smaller or remove it."
                 )
             image.load()
-            plain = _eight_bit(ImageOps.exif_transpose(image), image.format, path)
-            array = np.array(plain.convert(_MODES[channels]), dtype=np.uint8)
+            return read(ImageOps.exif_transpose(image), image.format)
     except UserError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -75,23 +106,23 @@ def read_image(path: Path, channels: int) -> UInt8[np.ndarray, "h w c"]:
     except Exception as error:
         reason = "it is not an image" if isinstance(error, UnidentifiedImageError) else error
         raise UserError(f"image {path} cannot be read ({reason}); replace or remove it.") from error
-    return array[..., None] if array.ndim == 2 else array
 
 
 def fit_image(
-    image: UInt8[np.ndarray, "h w c"], height: int, width: int
+    image: UInt8[np.ndarray, "h w c"], height: int, width: int, nearest: bool = False
 ) -> UInt8[np.ndarray, "height width c"]:
     """Resize an image until it just covers the target, and crop the centre.
 
-    Resizing is bicubic, with a filter as wide as the reduction (antialiased). An image that already
-    has the size comes back unchanged.
+    Resizing is bicubic, with a filter as wide as the reduction (antialiased), or takes the
+    `nearest` pixel. An image that already has the size comes back unchanged.
     """
     from PIL import Image, ImageOps
 
     if image.shape[:2] == (height, width):
         return image
     picture = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
-    fitted = np.array(ImageOps.fit(picture, (width, height), Image.Resampling.BICUBIC))
+    how = Image.Resampling.NEAREST if nearest else Image.Resampling.BICUBIC
+    fitted = np.array(ImageOps.fit(picture, (width, height), how))
     return fitted[..., None] if fitted.ndim == 2 else fitted
 
 

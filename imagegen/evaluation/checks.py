@@ -1,5 +1,8 @@
 """What `imagegen verify` measures of a model, one function a check.
 
+Of a model of any order, the two forms, what is seen and the state are checked with every other
+pixel visible.
+
 A model is checked on its own device, whose sequences and parameters are there too. What a check
 computes in float64 is on its `float64_device`: on the CPU for a device without float64.
 
@@ -16,14 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from imagegen.attention.linear import LinearAttention
 from imagegen.core.errors import UserError, first_line
 from imagegen.core.float64 import float64_device, to_float64
 from imagegen.core.inference import inference
-from imagegen.generation.sampling_loop import ROW_GROUP, generate, uniforms
+from imagegen.generation.drawing import ROW_GROUP, uniforms
+from imagegen.generation.sampling_loop import generate
 from imagegen.model.transformer import ImageTransformer, ModelState
 
 WEIGHTS = "weights are finite"
@@ -72,17 +76,20 @@ def all_checks(
         images: levels, at least one image.
         seed: of the random numbers that some checks draw.
     """
-    sequence = model.raster.to_sequence(torch.from_numpy(np.array(images)).to(model.device))
+    given = torch.from_numpy(np.array(images)).to(model.device)
+    sequence = model.raster.to_sequence(given)
+    visible = _every_other(model, len(given))
+    order = model.raster.to_sequence(given, visible)
     checks: dict[str, Callable[[], Check]] = {
         WEIGHTS: lambda: weights_are_finite(model),
-        FORMS_64: lambda: forms_agree_exactly(model, sequence),
-        FORMS_32: lambda: forms_agree_in_use(model, sequence),
+        FORMS_64: lambda: forms_agree_exactly(model, order, visible),
+        FORMS_32: lambda: forms_agree_in_use(model, order, visible),
         SUM: lambda: probabilities_sum_to_one(model, sequence),
         SAMPLER: lambda: sampler_draws_the_distribution(model, sequence, seed),
-        CAUSALITY: lambda: nothing_later_is_seen(model, sequence),
+        CAUSALITY: lambda: nothing_later_is_seen(model, order, visible),
         NORMALIZER: lambda: normalizers_stay_away_from_zero(model, sequence),
         BATCH: lambda: images_do_not_depend_on_company(model, seed),
-        STATE: lambda: state_keeps_its_size(model, sequence),
+        STATE: lambda: state_keeps_its_size(model, order, visible),
     }
     for name, check in checks.items():
         try:
@@ -94,6 +101,15 @@ def all_checks(
         yield found
 
 
+def _every_other(model: ImageTransformer, count: int) -> Bool[Tensor, "b h w"] | None:
+    """Half of the pixels, as visible ones of a model of any order."""
+    if model.order != "any":
+        return None
+    height, width = model.spec.height, model.spec.width
+    pixel = torch.arange(height * width, device=model.device).view(1, height, width)
+    return (pixel % 2 == 1).expand(count, -1, -1)
+
+
 def weights_are_finite(model: ImageTransformer) -> Check:
     """Count weights, and fixed numbers beside them, that are NaN or infinite."""
     tensors = model.state_dict().values()
@@ -102,7 +118,9 @@ def weights_are_finite(model: ImageTransformer) -> Check:
     return Check(WEIGHTS, f"{bad} of {total:,} are not", "0", bad == 0)
 
 
-def forms_agree_exactly(model: ImageTransformer, sequence: Tensor) -> Check:
+def forms_agree_exactly(
+    model: ImageTransformer, sequence: Tensor, visible: Tensor | None = None
+) -> Check:
     """The largest difference of a log2-probability between the two forms, over all positions.
 
     In float64, where rounding is far below what any mistake in a formula makes; by a copy of the
@@ -111,7 +129,8 @@ def forms_agree_exactly(model: ImageTransformer, sequence: Tensor) -> Check:
     tolerance = 1e-6
     device = float64_device(model.device)
     exact = copy.deepcopy(model).to(device).double()
-    parallel, steps = _log2_probs(exact, sequence.to(device))
+    region = None if visible is None else visible.to(device)
+    parallel, steps = _log2_probs(exact, sequence.to(device), region)
     error = float((parallel - steps).abs().max())
     where = "" if device == model.device else f", on the {device.type.upper()}"
     return Check(
@@ -119,10 +138,12 @@ def forms_agree_exactly(model: ImageTransformer, sequence: Tensor) -> Check:
     )
 
 
-def forms_agree_in_use(model: ImageTransformer, sequence: Tensor) -> Check:
+def forms_agree_in_use(
+    model: ImageTransformer, sequence: Tensor, visible: Tensor | None = None
+) -> Check:
     """The largest difference of an image's bits/dim between the two forms, in the model's dtype."""
     tolerance = 1e-3
-    parallel, steps = _log2_probs(model, sequence)
+    parallel, steps = _log2_probs(model, sequence, visible)
     error = float((parallel.flatten(1).mean(1) - steps.flatten(1).mean(1)).abs().max())
     return Check(FORMS_32, f"{error:.1e} bits/dim", f"{tolerance:g}", error <= tolerance)
 
@@ -198,11 +219,14 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
     return float(torch.special.gammaincc(half, statistic / 2))
 
 
-def nothing_later_is_seen(model: ImageTransformer, sequence: Tensor) -> Check:
+def nothing_later_is_seen(
+    model: ImageTransformer, sequence: Tensor, visible: Tensor | None = None
+) -> Check:
     """Count positions whose change reaches the distribution of a step up to them, bit for bit."""
     length = sequence.shape[1]
     leaks, tested = 0, _spread(length, POSITIONS)
-    expected = model.parameters_of(sequence[:1])
+    first = None if visible is None else visible[:1]
+    expected = model.parameters_of(sequence[:1], visible=first)
     for position in tested:
         changed = sequence[:1].int()
         changed[:, position:] = (changed[:, position:] + 1 + position) % model.spec.levels
@@ -210,7 +234,7 @@ def nothing_later_is_seen(model: ImageTransformer, sequence: Tensor) -> Check:
         # NaNs are counted where weights are.
         before, after = (
             torch.nan_to_num(parameters[:, until])
-            for parameters in (expected, model.parameters_of(changed.byte()))
+            for parameters in (expected, model.parameters_of(changed.byte(), visible=first))
         )
         leaks += not torch.equal(before, after)
     return Check(CAUSALITY, f"{leaks} of {len(tested)} positions leak", "0", leaks == 0)
@@ -289,10 +313,12 @@ def _stepped_bits(model: ImageTransformer, images: UInt8[np.ndarray, "n h w c"],
     return -float(to_float64(torch.stack(logs)).mean()) / math.log(2)
 
 
-def state_keeps_its_size(model: ImageTransformer, sequence: Tensor) -> Check:
+def state_keeps_its_size(
+    model: ImageTransformer, sequence: Tensor, visible: Tensor | None = None
+) -> Check:
     """Bytes of one image's state at the first and the last position."""
     first = last = 0
-    for _, state in _stepped(model, sequence[:1]):
+    for _, state in _stepped(model, sequence[:1], None if visible is None else visible[:1]):
         last = state.nbytes
         first = first or last
     figure = f"{first:,} bytes at the first, {last:,} at the last position"
@@ -301,20 +327,24 @@ def state_keeps_its_size(model: ImageTransformer, sequence: Tensor) -> Check:
     return Check(STATE, figure, "the same", first == last)
 
 
-def _log2_probs(model: ImageTransformer, sequence: Tensor) -> tuple[Tensor, Tensor]:
+def _log2_probs(
+    model: ImageTransformer, sequence: Tensor, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """log2-probabilities of all values, "n i s", by the parallel form and step by step."""
-    parallel = model.head.log_prob(model.parameters_of(sequence), sequence)
+    parallel = model.head.log_prob(model.parameters_of(sequence, visible=visible), sequence)
     steps = [
         model.head.log_prob(parameters, sequence[:, position])
-        for position, (parameters, _) in enumerate(_stepped(model, sequence))
+        for position, (parameters, _) in enumerate(_stepped(model, sequence, visible))
     ]
     stacked = torch.stack(steps, dim=1)
     return to_float64(parallel) / math.log(2), to_float64(stacked) / math.log(2)
 
 
-def _stepped(model: ImageTransformer, sequence: Tensor) -> Iterator[tuple[Tensor, ModelState]]:
+def _stepped(
+    model: ImageTransformer, sequence: Tensor, visible: Tensor | None = None
+) -> Iterator[tuple[Tensor, ModelState]]:
     """Parameters and state of every step, the values given."""
-    state = model.initial_state(len(sequence))
+    state = model.initial_state(len(sequence), visible=visible)
     for position in range(sequence.shape[1]):
         before = sequence[:, position - 1] if position else None
         parameters, state = model.step(before, state)

@@ -23,6 +23,7 @@ from imagegen.core.files import ensure_writable, write_atomic
 from imagegen.core.machine import describe
 from imagegen.core.progress import image_progress
 from imagegen.data.base import SPLIT_NAMES
+from imagegen.data.regions import Region, read_region
 from imagegen.generation.options import PRECISIONS
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def score_images(
     from imagegen.core.inference import inference
 
     bits_per_dim = model.bits_per_dim if precision is None else _as_drawn(model, precision)
-    device = next(model.parameters()).device
-    batch_size = batch_size or max(1, POSITIONS.get(device.type, 1 << 14) // model.spec.dims)
+    device = model.device
+    batch_size = batch_size or default_batch(model)
     scores = np.empty(len(images), dtype=np.float64)
     with inference(model):
         for first in range(0, len(images), batch_size):
@@ -77,13 +78,12 @@ def score_images(
             scores[first : first + len(batch)] = bits.cpu().double().numpy()
             if progress is not None:
                 progress(len(batch))
-    wrong = np.flatnonzero(~np.isfinite(scores))
-    if wrong.size:
-        raise UserError(
-            f"the model scores image {wrong[0]} as {scores[wrong[0]]} bits/dim, so its training "
-            "must have diverged; evaluate another checkpoint."
-        )
-    return scores
+    return _checked(scores)
+
+
+def default_batch(model: ImageTransformer) -> int:
+    """Images that are scored together."""
+    return max(1, POSITIONS.get(model.device.type, 1 << 14) // model.spec.dims)
 
 
 def _as_drawn(model: ImageTransformer, precision: str) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -147,6 +147,8 @@ class ScoreOptions:
 
     Attributes:
         dataset: options of the checkpoint's data set to replace.
+        visible: the pixels that are kept, if those hidden are to be scored given them.
+        particles: of an image that needs them; None if nobody has said.
         out: JSON file to write, if any.
     """
 
@@ -157,6 +159,8 @@ class ScoreOptions:
     labels: bool
     classify: bool
     precision: str | None
+    visible: Region | None
+    particles: int | None
     dataset: Mapping[str, Any]
     device: str
     out: Path | None
@@ -178,12 +182,19 @@ class ScoreOptions:
             precision=None
             if config["precision"] is None
             else opt.choice(str(config["precision"]), "precision", PRECISIONS),
+            visible=None if config["visible"] is None else read_region(config["visible"]),
+            particles=opt.optional_whole_number(config["particles"], "particles", 1),
             dataset=config["dataset"] or {},
             device=str(config["device"]),
             out=None if config["out"] is None else opt.one_path(config["out"], "out"),
         )
         if options.classify and options.precision is not None:
             raise UserError("precision and classify=true do not go together; leave one out.")
+        if options.visible is None and options.particles is not None:
+            raise UserError(f"particles={options.particles} needs visible=; add it.")
+        for name in ("precision", "classify"):
+            if options.visible is not None and getattr(options, name):
+                raise UserError(f"visible and {name} do not go together; leave one out.")
         if options.classify and not options.labels:
             raise UserError("labels=false and classify=true do not go together; leave one out.")
         if options.out is not None:
@@ -217,12 +228,14 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     labels = _labels(options, source.loaded, dataset, data)
     trained_on = count_trained_on(metadata, dataset, options.split, len(images))
     started = perf_counter()
-    scores, classified = _scored(model, images, labels, options)
+    scores, found = _scored(model, images, labels, options)
     result = {
-        "bits_per_dim": float(scores.mean()),
+        "bits_per_dim" if options.visible is None else "bits_per_hidden_value": float(
+            scores.mean()
+        ),
         "standard_error": standard_error(scores),
         "given_labels": labels is not None and model.n_classes is not None,
-        **classified,
+        **found,
         "precision": options.precision,
         "images": len(images),
         "images_trained_on": trained_on,
@@ -268,8 +281,16 @@ def _scored(
     images: UInt8[np.ndarray, "n h w c"],
     labels: Int64[np.ndarray, " n"] | None,
     options: ScoreOptions,
-) -> tuple[Float64[np.ndarray, " n"], dict[str, float]]:
-    """bits/dim of each image, and the accuracy where the images are to be classified."""
+) -> tuple[Float64[np.ndarray, " n"], dict[str, Any]]:
+    """bits/dim of each image, or per hidden value, and what else there is to say of them."""
+    if options.visible is not None:
+        from imagegen.evaluation.hidden import score_region
+
+        batch_size = options.batch_size or default_batch(model)
+        scores, said = score_region(
+            model, images, options.visible, labels, options.particles, batch_size
+        )
+        return _checked(scores), said
     with image_progress("evaluating", len(images)) as advance:
         if options.classify and labels is not None:
             every = classify_images(model, images, options.batch_size, advance)
@@ -279,6 +300,21 @@ def _scored(
         return scores, {}
 
 
+def _checked(scores: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """The scores, if all are finite.
+
+    Raises:
+        UserError: for others.
+    """
+    wrong = np.flatnonzero(~np.isfinite(scores))
+    if wrong.size:
+        raise UserError(
+            f"the model scores image {wrong[0]} as {scores[wrong[0]]} bits/dim, so its training "
+            "must have diverged; evaluate another checkpoint."
+        )
+    return scores
+
+
 def summary(result: Mapping[str, Any]) -> str:
     """One line that says what `run` found."""
     error = result["standard_error"]
@@ -286,8 +322,13 @@ def summary(result: Mapping[str, Any]) -> str:
     given = " given their labels" if result["given_labels"] else ""
     if result["precision"] is not None:
         given += f" as drawn with precision={result['precision']}"
+    score, unit = result.get("bits_per_dim"), "bits/dim"
+    if score is None:
+        from imagegen.evaluation.hidden import in_words
+
+        score, unit = result["bits_per_hidden_value"], f"bits per hidden value ({in_words(result)})"
     line = (
-        f"{result['bits_per_dim']:.4f}{spread} bits/dim over {result['images']} images of "
+        f"{score:.4f}{spread} {unit} over {result['images']} images of "
         f"{result['dims']} dimensions{given} ({result['dataset']}, {result['split']})"
     )
     if "accuracy" in result:

@@ -1,19 +1,20 @@
-"""Complete images from their first rows: which images, how many rows, and what is written."""
+"""Complete partial images: which images, what of them is kept, and what is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 
-from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 from imagegen.data.convert import read_image
-from imagegen.data.image_files import read_images
+from imagegen.data.image_files import read_images, read_visible
+from imagegen.data.masks import Masks
+from imagegen.data.regions import Region, describe
 from imagegen.generation.images import from_display, grid_limit, make_completion_grid, to_display
 from imagegen.generation.job_folder import JobFolder
 from imagegen.generation.options import SampleOptions
@@ -21,12 +22,14 @@ from imagegen.generation.options import SampleOptions
 if TYPE_CHECKING:
     from imagegen.checkpoint.reading import LoadedCheckpoint
     from imagegen.core.spec import ImageSpec
-    from imagegen.generation.sampling_loop import Drawing
+    from imagegen.generation.drawing import Drawing
+    from imagegen.generation.particles import Report
     from imagegen.model.transformer import ImageTransformer
 else:  # Annotations are checked in tests; these are imported late.
-    Drawing = LoadedCheckpoint = ImageTransformer = ImageSpec = Any
+    Drawing = LoadedCheckpoint = ImageTransformer = ImageSpec = Report = Any
 
 DEFAULT_IMAGES = 8
+DEFAULT_REGION = Region("top", (0.5,), "0.5")
 
 
 @dataclass(frozen=True)
@@ -36,52 +39,71 @@ class Partial:
     Attributes:
         images: levels.
         sources: where each comes from: a file, or a place in a data set.
-        visible_rows: how many rows of each are kept, 0 to h - 1.
+        visible: the pixels that are kept.
+        said: what the manifest says of that, for each image.
     """
 
     images: UInt8[np.ndarray, "n h w c"]
     sources: list[str]
-    visible_rows: list[int]
+    visible: Bool[np.ndarray, "n h w"]
+    said: list[dict[str, Any]]
 
 
 def read_partial(loaded: LoadedCheckpoint, options: SampleOptions) -> Partial:
     """Gather the images that `options` name, or the first of the data set's test split.
 
     Raises:
-        UserError: where images are missing, broken or of another size than the model draws, or
-        the visible rows do not fit them.
+        UserError: where images or masks are missing, broken or of another size than the model
+        draws, or what is visible does not fit them.
     """
     spec = loaded.model.spec
+    masks = None if options.mask is None else Masks(options.mask)
     if options.images is None:
         images, sources = _from_test_split(loaded, options)
     else:
         out = options.out.resolve()
         pixels, sources = read_images(options.images, options.n, options.resize, spec, outside=out)
         images = from_display(pixels, spec.levels)
-    return Partial(images, sources, rows_to_keep(options, len(images), spec.height))
+    regions = regions_of(options, len(images))
+    masked: list[np.ndarray | None] = [None] * len(images)
+    if options.visible is None and (masks is not None or options.images is not None):
+        masked = list(read_visible(sources, masks, spec))
+    visible, said = [], []
+    for i, (region, mask) in enumerate(zip(regions, masked, strict=True)):
+        kept = region.visible(spec.height, spec.width, options.seed, i) if mask is None else mask
+        visible.append(kept)
+        said.append(_said(kept, region, mask is not None, masks, sources[i]))
+    return Partial(images, sources, np.stack(visible), said)
 
 
-def rows_to_keep(options: SampleOptions, n: int, height: int) -> list[int]:
-    """The number of visible rows of each of `n` images.
-
-    A share is rounded to the nearest number of rows that leaves one to draw.
+def regions_of(options: SampleOptions, n: int) -> Sequence[Region]:
+    """What is typed to be visible of each of `n` images, if it were not for masks.
 
     Raises:
-        UserError: for a list of another length, or rows that leave nothing to draw.
+        UserError: for a list of another length.
     """
-    name = "visible" if options.visible_rows is None else "visible_rows"
-    given = options.visible if options.visible_rows is None else options.visible_rows
-    values = given if isinstance(given, tuple) else (given,) * n
-    if len(values) != n:
+    given = options.visible or DEFAULT_REGION
+    if isinstance(given, Region):
+        return [given] * n
+    if len(given) != n:
+        name = "visible_rows" if given[0].kind == "rows" else "visible"
         raise UserError(
-            f"{name} is a list of {len(values)}, but there are {n} images; "
+            f"{name} is a list of {len(given)}, but there are {n} images; "
             "give one value for each image, or one for all."
         )
-    if options.visible_rows is None:
-        return [min(int(share * height + 0.5), height - 1) for share in values]
-    for rows in values:
-        opt.whole_number(rows, "visible_rows", 0, height - 1)
-    return [int(rows) for rows in values]
+    return given
+
+
+def _said(
+    kept: Bool[np.ndarray, "h w"], region: Region, masked: bool, masks: Masks | None, source: str
+) -> dict[str, Any]:
+    """What the manifest says of the part of an image that is kept."""
+    if masked:
+        mask = "transparent pixels" if masks is None else str(masks.of(Path(source)))
+        return {"mask": mask, **describe(kept)}
+    if region.in_rows:
+        return {"visible_rows": int(kept[:, 0].sum())}
+    return {"visible": region.typed, **describe(kept)}
 
 
 class Completions:
@@ -96,11 +118,16 @@ class Completions:
         drawing: Drawing,
         partial: Partial,
     ) -> None:
+        from imagegen.generation.sampling_loop import particles_for
+
         self.model = model
         self.options = options
         self.drawing = drawing
         self.partial = partial
         self.n = len(partial.images)
+        count = particles_for(model, partial.visible, options.particles)
+        self.particles = {} if count is None else {"particles": count}
+        self.reports: dict[int, Report] = {}
 
     def entries(self) -> dict[str, Any]:
         """What the manifest says of the images."""
@@ -108,15 +135,15 @@ class Completions:
         images = [
             {
                 "source": source,
-                "visible_rows": rows,
+                **said,
                 "original": f"images/{_original(i)}",
                 "completions": [f"images/{_completion(i, j)}" for j in range(k)],
             }
-            for i, (source, rows) in enumerate(
-                zip(self.partial.sources, self.partial.visible_rows, strict=True)
+            for i, (source, said) in enumerate(
+                zip(self.partial.sources, self.partial.said, strict=True)
             )
         ]
-        return {"completions": k, "images": images}
+        return {"completions": k, **self.particles, "images": images}
 
     def files(self, images: range) -> dict[str, tuple[int, int]]:
         """The files to draw, and the image and the completion that each holds."""
@@ -148,12 +175,23 @@ class Completions:
         for pairs, levels in draw_completions(
             self.model,
             self.partial.images,
-            self.partial.visible_rows,
+            self.partial.visible,
             chosen,
             drawing=replace(self.drawing, progress=progress),
             batch_size=self.options.batch_size,
+            report=self.reports.__setitem__,
+            **self.particles,
         ):
             yield pairs, to_display(levels, self.model.spec.levels)
+
+    def found(self) -> dict[str, Any]:
+        """What became of the particles of the images that have been drawn, for the manifest."""
+        reports = {f"{image:05d}": asdict(report) for image, report in self.reports.items()}
+        return {"particles_by_image": reports} if reports else {}
+
+    def remarks(self) -> list[str]:
+        """A sentence where there were too few particles."""
+        return collapse(self.reports)
 
     def grid(self, folder: Path) -> tuple[UInt8[np.ndarray, "H W c"], dict[str, int]]:
         """The grid of the files in `folder`, and how many images and completions it shows."""
@@ -166,13 +204,27 @@ class Completions:
         grid = make_completion_grid(
             np.stack([read(_original(i)) for i in range(rows)]),
             np.stack([[read(_completion(i, j)) for j in range(columns)] for i in range(rows)]),
-            self.partial.visible_rows[:rows],
+            self.partial.visible[:rows],
         )
         return grid, {"images": rows, "completions": columns}
 
     def said(self, drawn: int, images: int) -> str:
         """What has been drawn, in words."""
         return f"{drawn} completions of {images} images"
+
+
+def collapse(reports: Mapping[int, Report]) -> list[str]:
+    """A sentence on the images that too few particles have decided about, if there are any."""
+    collapsed = {image: report for image, report in reports.items() if report.collapsed}
+    if not collapsed:
+        return []
+    worst = min(collapsed, key=lambda image: collapsed[image].left)
+    report = collapsed[worst]
+    return [
+        f"{len(collapsed)} of {len(reports)} images were left with few particles, image {worst} "
+        f"with {report.left} of {report.particles}: use more (particles={4 * report.particles}), "
+        "or a model trained with model.order=any"
+    ]
 
 
 def _original(image: int) -> str:
@@ -207,5 +259,4 @@ def _from_test_split(
 
 def _listed(options: SampleOptions) -> int | None:
     """Length of the list of visible parts, if there is one."""
-    given = options.visible if options.visible_rows is None else options.visible_rows
-    return len(given) if isinstance(given, tuple) else None
+    return len(options.visible) if isinstance(options.visible, tuple) else None

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from imagegen.core.errors import UserError
 from imagegen.core.files import write_atomic
+from imagegen.data.regions import as_visible
 
 PADDING_VALUE = 208
 """Colour between the tiles of a grid, and of its empty places."""
@@ -161,24 +162,26 @@ def with_captions(
 
 
 def mask_hidden(
-    images: UInt8[np.ndarray, "n h w c"], visible_rows: Sequence[int]
+    images: UInt8[np.ndarray, "n h w c"], visible: Bool[np.ndarray, "n h w"]
 ) -> UInt8[np.ndarray, "n h w c"]:
-    """A copy of the images (0..255) with all below the first `visible_rows[i]` rows covered."""
-    masked = images.copy()
-    for image, rows in zip(masked, visible_rows, strict=True):
-        image[rows:] = HIDDEN_VALUE
-    return masked
+    """A copy of the images (0..255) with all pixels covered that are not visible."""
+    hidden = np.full_like(images, HIDDEN_VALUE)
+    return np.where(visible[..., None], images, hidden)
 
 
 def make_completion_grid(
     originals: UInt8[np.ndarray, "n h w c"],
     completions: UInt8[np.ndarray, "n k h w c"],
-    visible_rows: Sequence[int],
+    visible: Bool[np.ndarray, "n h w"] | Sequence[int],
     padding: int = 2,
     min_side: int = 32,
 ) -> UInt8[np.ndarray, "H W c"]:
-    """One row for each image: the original, its visible part, its completions (all 0..255)."""
-    masked = mask_hidden(originals, visible_rows)
+    """One row for each image: the original, its visible part, its completions (all 0..255).
+
+    Args:
+        visible: which pixels are, or for each image the number of its first rows.
+    """
+    masked = mask_hidden(originals, as_visible(visible, *originals.shape[:3]))
     rows = np.concatenate([originals[:, None], masked[:, None], completions], axis=1)
     tiles = rows.reshape(-1, *originals.shape[1:])
     return make_grid(tiles, columns=rows.shape[1], padding=padding, min_side=min_side)

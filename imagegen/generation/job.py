@@ -28,7 +28,7 @@ from imagegen.generation.job_folder import FINISHED, JobFolder, check_out, job_f
 from imagegen.generation.options import SampleOptions, labels_of
 
 if TYPE_CHECKING:
-    from imagegen.generation.sampling_loop import Drawing
+    from imagegen.generation.drawing import Drawing
     from imagegen.model.transformer import ImageTransformer
 else:  # Annotations are checked in tests; these are imported late.
     Drawing = ImageTransformer = Any
@@ -68,6 +68,14 @@ class Work(Protocol):
 
     def said(self, drawn: int, images: int) -> str:
         """What has been drawn, in words."""
+        ...
+
+    def found(self) -> dict[str, Any]:
+        """What the manifest says beside `entries` when images have been drawn."""
+        ...
+
+    def remarks(self) -> list[str]:
+        """Sentences that a user should read then."""
         ...
 
 
@@ -132,6 +140,8 @@ def _fill(work: Work, folder: JobFolder, options: SampleOptions) -> None:
     rate = len(missing) / seconds if missing else None
     told = "" if rate is None else f" in {seconds:.1f} s ({rate:.1f} images/s)"
     print(f"{work.said(len(missing), len(images))}{told}: {options.out}")
+    for remark in work.remarks():
+        print(remark)
     lacking = folder.lacks(work.files(range(work.n)))
     if lacking:
         print(f"the other parts must still draw {lacking} images")
@@ -140,6 +150,7 @@ def _fill(work: Work, folder: JobFolder, options: SampleOptions) -> None:
     folder.finish(
         grid,
         {
+            **work.found(),
             "seconds": seconds,
             "images_per_second": rate,
             "grid": shown,
@@ -216,6 +227,12 @@ class Samples:
     def said(self, drawn: int, images: int) -> str:
         return f"{drawn} images"
 
+    def found(self) -> dict[str, Any]:
+        return {}
+
+    def remarks(self) -> list[str]:
+        return []
+
 
 def _name(image: int) -> str:
     return f"{image:05d}.png"
@@ -236,7 +253,7 @@ def _default_batch() -> int:
 def _drawing(
     model: ImageTransformer, options: SampleOptions, labels: Sequence[int] | None
 ) -> Drawing:
-    from imagegen.generation.sampling_loop import Drawing
+    from imagegen.generation.drawing import Drawing
 
     return Drawing.of(model, options.seed, options.controls, labels, None, options.precision)
 

@@ -227,12 +227,17 @@ def _refuse_another_job(
         if old != new:
             raise UserError(
                 f"out={out} holds a job whose image {index} is {_source(old)}, not "
-                f"{_source(new)}; give the same images and rows, or another out."
+                f"{_source(new)}; give the same images and visible parts, or another out."
             )
 
 
 def _source(entry: Mapping[str, Any]) -> str:
-    return f"{entry.get('source')} with {entry.get('visible_rows')} rows"
+    """An image and its visible part, in words."""
+    if "visible_rows" in entry:
+        return f"{entry.get('source')} with {entry['visible_rows']} rows"
+    which = str(entry.get("region_sha256"))[:8]
+    part = entry.get("visible", entry.get("mask"))
+    return f"{entry.get('source')} with {part} (region {which})"
 
 
 def _is_whole(path: Path) -> bool:

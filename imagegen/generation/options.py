@@ -11,6 +11,7 @@ from typing import Any
 
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
+from imagegen.data.regions import Region, read_region, read_rows
 from imagegen.heads.controls import Controls
 
 TASKS = ("sample", "complete")
@@ -26,9 +27,11 @@ class SampleOptions:
         out: absolute path of the folder to write.
         n: number of images; for a completion, of images to complete (None: all in `images`).
         images: files and folders to complete; None takes them from the data set's test split.
-        visible: share of the rows that is kept, one for all images or a list of one for each.
-        visible_rows: the same as a number of rows; replaces `visible`.
-        completions: continuations of each image.
+        visible: what is kept, one region for all images or a tuple of one for each; None for what
+            is not transparent, or else half of the rows.
+        mask: the file or folder that says what is kept, instead of `visible`.
+        particles: of each image that needs them; None if nobody has said.
+        completions: of each image.
         controls: how to draw.
         precision: of the weights where a compiled loop draws.
         label: what was typed as label=; None for images without labels.
@@ -48,8 +51,9 @@ class SampleOptions:
     device: str = "auto"
     precision: str = "auto"
     images: tuple[Path, ...] | None = None
-    visible: float | tuple[float, ...] = 0.5
-    visible_rows: int | tuple[int, ...] | None = None
+    visible: Region | tuple[Region, ...] | None = None
+    mask: Path | None = None
+    particles: int | None = None
     completions: int = 4
     resize: bool = False
     dataset: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +69,7 @@ class SampleOptions:
         """
         task = opt.choice(config["task"], "task", TASKS)
         if task == "sample":
-            for name in ("images", "visible", "visible_rows", "completions"):
+            for name in "images visible visible_rows mask particles completions".split():
                 if config[name] is not None:
                     raise UserError(f"{name} is not used by task=sample; add task=complete.")
         controls = controls_of(config)
@@ -95,7 +99,9 @@ class SampleOptions:
             dataset=config["dataset"] or {},
             resume=resume,
             part=part,
-            **_visible(config["visible"], config["visible_rows"]),
+            visible=_visible(config),
+            mask=None if config["mask"] is None else opt.one_path(config["mask"], "mask"),
+            particles=opt.optional_whole_number(config["particles"], "particles", 1),
         )
 
 
@@ -110,31 +116,21 @@ def _part(value: object) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def _visible(visible: object, visible_rows: object) -> dict[str, Any]:
-    """Checked `visible` and `visible_rows`; a list stays one, as a tuple."""
-    if visible is not None and visible_rows is not None:
-        raise UserError("visible and visible_rows are both given; choose one.")
-    check: Callable[[object], float]
-    if visible_rows is not None:
-        name, value, check = "visible_rows", visible_rows, _row_number
-    elif visible is not None:
-        name, value, check = "visible", visible, _share
-    else:
-        return {}
-    values = opt.as_list(value)
+def _visible(config: Mapping[str, Any]) -> Region | tuple[Region, ...] | None:
+    """What `visible` or `visible_rows` says; a list stays one, as a tuple."""
+    given = [name for name in ("visible", "visible_rows", "mask") if config[name] is not None]
+    if len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]} are both given; choose one.")
+    if not given or given == ["mask"]:
+        return None
+    (name,) = given
+    read: Callable[[object], Region] = read_region if name == "visible" else read_rows
+    values = opt.as_list(config[name])
     if values is None:
-        return {name: check(value)}
+        return read(config[name])
     if not values:
         raise UserError(f"{name} is an empty list; give one value for each image, or one for all.")
-    return {name: tuple(check(item) for item in values)}
-
-
-def _share(value: object) -> float:
-    return opt.share(value, "visible")
-
-
-def _row_number(value: object) -> int:
-    return opt.whole_number(value, "visible_rows", 0)
+    return tuple(read(value) for value in values)
 
 
 def temperature_value(value: object, name: str = "temperature") -> float:

@@ -15,143 +15,32 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from imagegen.core.errors import UserError
 from imagegen.core.float64 import float64_device
-from imagegen.core.inference import inference
-from imagegen.core.machine import limited_threads
-from imagegen.generation.decode import Decoder, choose_decoder
+from imagegen.data.regions import as_visible
+from imagegen.generation.decode import Decoder
+from imagegen.generation.drawing import (
+    ROW_GROUP,
+    Drawing,
+    Progress,
+    first_pixels,
+    initial_state,
+    kept_steps,
+    knows_any_order,
+    no_gradients,
+    noise,
+)
+from imagegen.generation.particles import PARTICLES, Report, draw_particles
 from imagegen.heads.controls import Controls
-from imagegen.model.transformer import NO_LABEL, ImageTransformer, ModelState
-
-Progress = Callable[[float], None]
+from imagegen.model.transformer import ImageTransformer, ModelState
 
 DEFAULT_BATCH = 64
-
-# Matrix products round differently for a handful of rows than for many. Batches are filled up to
-# whole groups of this many rows, so that an image does not depend on what is drawn beside it: found
-# with the libraries that PyTorch uses on CPUs.
-ROW_GROUP = 16
-
-
-def uniforms(seed: int, image: int, stream: int, count: int) -> Float[np.ndarray, " count"]:
-    """The random numbers of one image: float64 in the open interval (0, 1).
-
-    They come from a Philox counter keyed by (seed, image), so that image i of a seed is the same
-    whatever is drawn beside it; `stream` tells several completions of one image apart.
-    """
-    bits = np.random.Philox(key=[seed, image], counter=[0, 0, 0, stream]).random_raw(count)
-    numbers: np.ndarray = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return numbers
-
-
-def noise(
-    model: ImageTransformer, seed: int, streams: Sequence[tuple[int, int]], first: int, rows: int
-) -> Float[np.ndarray, "rows n u"]:
-    """The random numbers of the steps from `first` on.
-
-    Noise belongs to a position: a completion's does not depend on how much is visible.
-    """
-    length, per_step = model.raster.length, model.head.uniforms_per_step
-    numbers = [uniforms(seed, image, stream, length * per_step) for image, stream in streams]
-    shaped = np.stack(numbers).reshape(len(streams), length, per_step)[:, first:]
-    return np.resize(shaped, (rows, *shaped.shape[1:]))
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """What all images of one call have in common.
-
-    Attributes:
-        seed: of the random numbers.
-        controls: how to draw.
-        labels: image i has labels[i % len(labels)]; None for no labels.
-        progress: called with the number of images done since the last call.
-        decoder: compiled code that draws from the model; None for PyTorch's operations.
-    """
-
-    seed: int
-    controls: Controls
-    labels: tuple[int, ...] | None
-    progress: Progress | None
-    decoder: Decoder | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: ImageTransformer,
-        seed: int,
-        controls: Controls | None,
-        labels: Sequence[int] | None,
-        progress: Progress | None,
-        precision: str = "auto",
-    ) -> Drawing:
-        """What a user asks for, checked.
-
-        Raises:
-            UserError: for labels or controls that the model does not have, or a seed or precision
-            that there is not.
-        """
-        if not 0 <= seed < 2**64:
-            raise UserError(f"seed={seed} must lie between 0 and 2^64 - 1.")
-        controls = controls or Controls()
-        model.head.check(controls)
-        if labels is not None:
-            check_labels(model, labels)
-        elif controls.guidance != 1:
-            raise UserError(
-                f"guidance={controls.guidance} needs labels to guide towards; add label=."
-            )
-        chosen = None if labels is None else tuple(labels)
-        return cls(seed, controls, chosen, progress, choose_decoder(model, controls, precision))
-
-    @property
-    def loop(self) -> str:
-        """Which code draws: images of one differ from those of another by rounding."""
-        return "torch" if self.decoder is None else f"compiled, {self.decoder.precision}"
-
-    @property
-    def copies(self) -> int:
-        """Rows that an image takes: two with guidance, one with and one without its label."""
-        return 1 if self.controls.guidance == 1 else 2
-
-    def labels_of(self, images: Sequence[int], rows: int) -> Int64[Tensor, " b"] | None:
-        """Labels of the images, repeated to fill the rows, then those of the second half.
-
-        They are on the CPU.
-        """
-        if self.labels is None:
-            return None
-        own = np.resize([self.labels[image % len(self.labels)] for image in images], rows)
-        copies = np.full(rows * (self.copies - 1), NO_LABEL)
-        return torch.from_numpy(np.concatenate([own, copies]).astype(np.int64))
-
-
-def check_labels(model: ImageTransformer, labels: Sequence[int]) -> None:
-    """Refuse labels that the model does not know.
-
-    Raises:
-        UserError: for those.
-    """
-    if model.n_classes is None:
-        raise UserError(
-            "this model was trained without labels, so it cannot draw a class; train one with "
-            "model.conditional=true."
-        )
-    if not labels:
-        raise UserError("labels is empty; give at least one.")
-    for label in labels:
-        if not NO_LABEL <= label < model.n_classes:
-            raise UserError(
-                f"label={label} is unknown; the model has labels 0 to {model.n_classes - 1}."
-            )
 
 
 def continue_sequences(
@@ -187,14 +76,7 @@ def continue_sequences(
         if step:
             values = sequence[:, step - 1].repeat(drawing.copies, 1)
             parameters, state = model.step(values, state)
-        if drawing.copies == 1:
-            levels = model.head.sample(parameters, numbers[:, step], drawing.controls)
-        else:
-            with_labels, without = parameters.chunk(2)
-            levels = model.head.sample_guided(
-                with_labels, without, numbers[:, step], drawing.controls
-            )
-        sequence[:, step] = levels
+        sequence[:, step] = model.head.draw_levels(parameters, numbers[:, step], drawing.controls)
         if drawing.progress:
             drawing.progress(len(streams) / steps)
     return sequence[: len(streams)]
@@ -220,22 +102,6 @@ def _continue_compiled(
         sequence[:, first - known : first] = recent[:count, -known:].cpu().numpy()
     decoder.draw(state, parameters, sequence, uniforms, drawing.controls, drawing.progress)
     return torch.from_numpy(sequence[:, first:]).to(parameters.device)
-
-
-def initial_state(
-    model: ImageTransformer, images: Sequence[int], rows: int, drawing: Drawing
-) -> ModelState:
-    """The state before the first step, of `rows` rows (twice as many with guidance)."""
-    labels = drawing.labels_of(images, rows)
-    on_device = None if labels is None else labels.to(model.device)
-    return model.initial_state(rows * drawing.copies, on_device)
-
-
-@contextmanager
-def no_gradients(model: ImageTransformer) -> Iterator[None]:
-    """Without gradients, dropout or idle threads, leaving the model as it was."""
-    with inference(model), limited_threads():
-        yield
 
 
 def generate(
@@ -302,7 +168,7 @@ def _draw(
 def complete(
     model: ImageTransformer,
     images: UInt8[np.ndarray, "n h w c"],
-    visible_rows: Sequence[int],
+    visible: Bool[np.ndarray, "n h w"] | Sequence[int],
     completions: int,
     *,
     seed: int = 0,
@@ -311,30 +177,36 @@ def complete(
     batch_size: int | None = None,
     precision: str = "auto",
     progress: Progress | None = None,
+    particles: int = PARTICLES,
+    report: Callable[[int, Report], None] | None = None,
 ) -> UInt8[np.ndarray, "n k h w c"]:
-    """Draw several continuations of the first rows of each image.
+    """Draw several completions of the visible part of each image, which is kept bit for bit.
 
-    The visible rows go through the parallel form once; the state behind them is then forked. They
-    are kept bit for bit.
+    Visible pixels that come first in the order of the model go through its parallel form once; the
+    state behind them is then forked. Where others follow those that are drawn, particles are drawn
+    and weighed; see `imagegen.generation.particles`.
 
     Args:
         model: draws on its device; its training mode is left as it was.
-        images: levels.
-        visible_rows: for each image, the number of rows to keep, 0 to h.
-        completions: continuations `k` of each image, at least 1. Continuation j of image i has the
-            same random numbers for every number of images and continuations; see `generate` for
-            where it is the same image.
+        images: levels; those of pixels that are not visible do not matter.
+        visible: the pixels to keep, or for each image the number of its first rows to keep, 0 to h.
+        completions: `k` of each image, at least 1. Completion j of image i has the same random
+            numbers for every number of images and completions; see `generate` for where it is the
+            same image.
         seed, controls, labels, batch_size, precision: as in `generate`.
-        progress: called with the (fractional) number of continuations done since the last call.
+        progress: called with the (fractional) number of completions done since the last call.
+        particles: of each image that needs them, at least 1.
+        report: called with the index of such an image and what became of its particles.
 
     Raises:
-        UserError: as `generate`.
+        UserError: as `generate`, and for visible parts of another number or size.
     """
     _check("completions", completions, 1)
     chosen = [(image, fork) for image in range(len(images)) for fork in range(completions)]
     drawing = Drawing.of(model, seed, controls, labels, progress, precision)
     result = np.repeat(images[:, None], completions, axis=1)
-    pieces = draw_completions(model, images, visible_rows, chosen, drawing, batch_size)
+    kept = as_visible(visible, *images.shape[:3])
+    pieces = draw_completions(model, images, kept, chosen, drawing, batch_size, particles, report)
     for pairs, drawn in pieces:
         result[tuple(zip(*pairs, strict=True))] = drawn
     return result
@@ -343,49 +215,85 @@ def complete(
 def draw_completions(
     model: ImageTransformer,
     images: UInt8[np.ndarray, "n h w c"],
-    visible_rows: Sequence[int],
+    visible: Bool[np.ndarray, "n h w"],
     chosen: Sequence[tuple[int, int]],
     drawing: Drawing,
     batch_size: int | None = None,
+    particles: int = PARTICLES,
+    report: Callable[[int, Report], None] | None = None,
 ) -> Iterator[tuple[list[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
     """`complete` for any choice of (image, completion), as they are finished.
 
     Yields:
-        Which they are and their levels, at most batch_size at a time; those of images that show as
-        many rows, and lack the same completions, come together.
+        Which they are and their levels, at most batch_size at a time, or all of an image that needs
+        particles; those of images of which as much comes first, and that lack the same completions,
+        come together.
     """
     batch_size = _checked_batch(batch_size)
-    height = model.spec.height
-    if len(visible_rows) != len(images):
-        raise UserError(f"visible rows are given for {len(visible_rows)} of {len(images)} images.")
-    for rows in visible_rows:
-        if not 0 <= rows <= height:
-            raise UserError(f"visible_rows={rows} must lie between 0 and the height, {height}.")
+    _check("particles", particles, 1)
     forks_of = defaultdict(list)
     for image, fork in chosen:
         forks_of[image].append(fork)
     alike = defaultdict(list)
     for image, forks in forks_of.items():
-        alike[visible_rows[image], tuple(forks)].append(image)
-    return _draw_completions(model, images, alike, drawing, batch_size)
+        kept = kept_steps(model, visible[image])
+        if needs_particles(model, kept):
+            drawn, told = draw_particles(
+                model, images[image], kept, image, forks, drawing, particles
+            )
+            if report is not None:
+                report(image, told)
+            yield [(image, fork) for fork in forks], drawn
+        else:
+            # All that is kept comes before all that is not.
+            alike[int(kept.sum()), tuple(forks)].append(image)
+    yield from _draw_completions(model, images, visible, alike, drawing, batch_size)
+
+
+def needs_particles(model: ImageTransformer, kept: Bool[np.ndarray, " n"]) -> bool:
+    """Whether a step that is kept comes after one that is not, in the order of the model."""
+    return not knows_any_order(model) and bool(kept[int(kept.argmin()) :].any() and not kept.all())
+
+
+def particles_for(
+    model: ImageTransformer, visible: Bool[np.ndarray, "n h w"], given: int | None
+) -> int | None:
+    """How many particles an image has, where any of the images needs them; else None.
+
+    Args:
+        given: their number, if a user has typed it.
+
+    Raises:
+        UserError: for a number that has no effect.
+    """
+    if any(needs_particles(model, kept_steps(model, each)) for each in visible):
+        return given or PARTICLES
+    if given is not None:
+        raise UserError(
+            f"particles={given} has no effect, for all that is kept comes before what is drawn; "
+            "leave it out."
+        )
+    return None
 
 
 def _draw_completions(
     model: ImageTransformer,
     images: UInt8[np.ndarray, "n h w c"],
+    visible: Bool[np.ndarray, "n h w"],
     alike: Mapping[tuple[int, tuple[int, ...]], Sequence[int]],
     drawing: Drawing,
     batch_size: int,
 ) -> Iterator[tuple[list[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
-    for (rows, all_forks), members in alike.items():
+    for (first, all_forks), members in alike.items():
         for stream in range(0, len(all_forks), batch_size):
             forks = all_forks[stream : stream + batch_size]
             together = max(1, batch_size // len(forks))
-            for first in range(0, len(members), together):
-                group = members[first : first + together]
+            for start in range(0, len(members), together):
+                group = members[start : start + together]
                 pairs = [(image, fork) for image in group for fork in forks]
-                if rows < model.spec.height:
-                    yield pairs, _complete(model, images[group], group, rows, forks, drawing)
+                if first < model.raster.length:
+                    given = images[group], visible[group]
+                    yield pairs, _complete(model, *given, group, first, forks, drawing)
                     continue
                 if drawing.progress:
                     drawing.progress(len(pairs))
@@ -395,19 +303,21 @@ def _draw_completions(
 def _complete(
     model: ImageTransformer,
     images: UInt8[np.ndarray, "n h w c"],
+    visible: Bool[np.ndarray, "n h w"],
     indices: Sequence[int],
-    rows: int,
+    first: int,
     forks: Sequence[int],
     drawing: Drawing,
 ) -> UInt8[np.ndarray, "b h w c"]:
-    """Continuations `forks` of images that show the same number of rows, image by image."""
+    """Completions `forks`, image by image, of images that keep as many first steps."""
     filled = _round_up(len(images), ROW_GROUP // math.gcd(len(forks), ROW_GROUP))
-    visible = torch.from_numpy(np.resize(images[:, :rows], (filled, rows, *images.shape[2:])))
+    whole = torch.from_numpy(np.resize(images, (filled, *images.shape[1:]))).to(model.device)
+    order = first_pixels(model, np.resize(visible, (filled, *visible.shape[1:])))
     streams = [(image, fork) for image in indices for fork in forks]
     with no_gradients(model):
-        prefix = model.raster.to_sequence(visible.to(model.device))
-        state = initial_state(model, indices, filled, drawing)
-        if rows:
+        prefix = model.raster.to_sequence(whole, order)[:, :first]
+        state = initial_state(model, indices, filled, drawing, order)
+        if first:
             parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)
         else:
             parameters, state = model.step(None, state)
@@ -419,7 +329,10 @@ def _complete(
             drawing,
         )
         prefix = prefix[: len(images)].repeat_interleave(len(forks), dim=0)
-        return model.raster.to_images(torch.cat([prefix, sequence], dim=1)).cpu().numpy()
+        if order is not None:
+            order = order[: len(images)].repeat_interleave(len(forks), dim=0)
+        sequence = torch.cat([prefix, sequence], dim=1)
+        return model.raster.to_images(sequence, order).cpu().numpy()
 
 
 def _round_up(count: int, group: int) -> int:

@@ -139,6 +139,23 @@ class OutputHead(nn.Module, ABC):
             )
         return self._draw(to_float64(parameters), uniforms, controls).to(parameters.device)
 
+    def draw_levels(
+        self,
+        parameters: Float[Tensor, "rows p"],
+        uniforms: Float[Tensor, "b u"],
+        controls: Controls,
+    ) -> Integer[Tensor, "b s"]:
+        """`sample` or, where the controls have guidance, `sample_guided`.
+
+        Args:
+            parameters: with guidance, twice as many rows: all with the condition, all without.
+            uniforms, controls: as in `sample`.
+        """
+        if controls.guidance == 1:
+            return self.sample(parameters, uniforms, controls)
+        with_it, without = parameters.chunk(2)
+        return self.sample_guided(with_it, without, uniforms, controls)
+
     def sample_guided(
         self,
         parameters: Float[Tensor, "b p"],

@@ -207,6 +207,20 @@ class Block(nn.Module):
         x, after = self._attended_step(self._after(x, y), state.attention)
         return x, BlockState(rows, after)
 
+    def check_any_order(self) -> None:
+        """Refuse what looks for neighbours at fixed distances in the sequence.
+
+        Raises:
+            UserError: for such an attention mechanism, and a convolution.
+        """
+        found = [f"attention {type(self.attention).__name__}"] * self.attention.needs_raster
+        found += ["model.convolution"] * (self.convolution is not None)
+        if found:
+            raise UserError(
+                f"{found[0]} looks for neighbouring pixels at fixed distances in the sequence, "
+                "which model.order=any does not keep; leave it out, or take model.order=raster."
+            )
+
     def initial_state(self, batch_size: int) -> AttentionState:
         """The state before the first position."""
         state = self.attention.initial_state(batch_size)

@@ -1,9 +1,9 @@
 """What the model is given: the order of the values, and what it sees of those before each.
 
-Beside that: the image's label, and a linear prediction of the next values from those seen.
+Beside that: a linear prediction of the next values from those seen.
 
 Axes: `b` batch, `h w c` height, width, channel, `n` position, `w` position in a window, `s` values
-per step, `f` numbers seen, `e` model width, `k` label, `a` area.
+per step, `f` numbers seen, `e` model width, `k` neighbour.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from einops import rearrange
@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float, Int, Int64, Integer, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagegen.attention.base import Position
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 
@@ -67,20 +66,63 @@ class Raster:
         """Number of steps of one row of an image."""
         return self.spec.width * self.steps_per_pixel
 
-    def to_sequence(self, images: UInt8[Tensor, "b h w c"]) -> UInt8[Tensor, "b n s"]:
-        """Levels of images, in the order of the steps. Takes the first rows of an image as well."""
-        return rearrange(images, "b h w (p s) -> b (h w p) s", s=self.values_per_step)
+    def ranks(self, visible: Bool[Tensor, "b h w"]) -> Int64[Tensor, "b n"]:
+        """When each step of the raster is taken if the visible pixels come first.
 
-    def to_images(self, sequence: Integer[Tensor, "b n s"]) -> UInt8[Tensor, "b h w c"]:
+        The visible pixels and then the others are each in the order of the raster.
+        """
+        kept = visible.flatten(1).long()
+        missing = 1 - kept
+        after = kept.sum(dim=1, keepdim=True) + missing.cumsum(dim=1)
+        pixel = torch.where(kept.bool(), kept.cumsum(dim=1), after) - 1
+        steps = torch.arange(self.steps_per_pixel, device=visible.device)
+        return (pixel.unsqueeze(-1) * self.steps_per_pixel + steps).flatten(1)
+
+    def places(self, visible: Bool[Tensor, "b h w"]) -> Int64[Tensor, "b n"]:
+        """The step of the raster that is taken n-th, the inverse of `ranks`."""
+        ranks = self.ranks(visible)
+        steps = torch.arange(ranks.shape[1], device=ranks.device)
+        return torch.empty_like(ranks).scatter_(1, ranks, steps.expand_as(ranks))
+
+    def to_sequence(
+        self, images: UInt8[Tensor, "b h w c"], visible: Bool[Tensor, "b h w"] | None = None
+    ) -> UInt8[Tensor, "b n s"]:
+        """Levels of images, in the order of the steps. Takes the first rows of an image as well.
+
+        Args:
+            images: levels.
+            visible: which pixels come first, of whole images; in the order of the raster by
+                default.
+        """
+        sequence = rearrange(images, "b h w (p s) -> b (h w p) s", s=self.values_per_step)
+        return sequence if visible is None else _gathered(sequence, self.places(visible))
+
+    def to_images(
+        self, sequence: Integer[Tensor, "b n s"], visible: Bool[Tensor, "b h w"] | None = None
+    ) -> UInt8[Tensor, "b h w c"]:
         """The inverse of `to_sequence`."""
+        if visible is not None:
+            sequence = _gathered(sequence, self.ranks(visible))
         images = rearrange(
             sequence, "b (h w p) s -> b h w (p s)", w=self.spec.width, p=self.steps_per_pixel
         )
         return images.byte()
 
 
-class InputEmbedding(nn.Module, ABC):
-    """Embeds steps from a window of the sequence, so that both forms of the model share one path.
+def _gathered(sequence: Tensor, steps: Tensor) -> Tensor:
+    """sequence[b, steps[b, n]], "b n s"."""
+    return sequence.gather(1, steps.unsqueeze(-1).expand_as(sequence))
+
+
+Seen = TypeVar("Seen")
+
+
+class InputEmbedding(nn.Module, ABC, Generic[Seen]):
+    """Embeds steps from what is seen of those before, so that both forms share one path.
+
+    What is seen, `Seen`, is a window of the sequence: the values of the `lookback` steps before the
+    first of the embedded steps, then those of these steps but for the last one; what lies before
+    the first step of all is ignored. Of models that know any order it is a `Canvas`.
 
     Args:
         d_model: width `e` of the result.
@@ -108,21 +150,20 @@ class InputEmbedding(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, window: UInt8[Tensor, "b w s"], start: Position
+        self, seen: Seen, step: Int64[Tensor, " n"]
     ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
-        """Embeddings for the prediction of steps start to start + n - 1, and the numbers seen.
+        """Embeddings for the prediction of steps that follow each other, and the numbers seen.
 
-        The numbers are the neighbours' values from -1 to 1, 0 outside the image; then 1 for each
-        one inside.
+        The numbers are the neighbours' values from -1 to 1, 0 where they are not seen, as outside
+        of the image; then 1 for each one that is.
 
         Args:
-            window: the values of steps start - lookback to start + n - 2, so w = lookback + n - 1;
-                what lies before step 0 is ignored.
-            start: position of the first predicted step.
+            seen: see the class.
+            step: the predicted steps.
         """
 
 
-class ValueAndSinusoid(InputEmbedding):
+class ValueAndSinusoid(InputEmbedding[Tensor]):
     """The paper's input: a learned embedding of the value before, beside a fixed sinusoid.
 
     Each takes half of the width (Katharopoulos et al., 2020, with the sinusoid of Vaswani et al.,
@@ -149,9 +190,8 @@ class ValueAndSinusoid(InputEmbedding):
         self.register_buffer("sinusoid", sinusoid, persistent=False)
 
     def forward(
-        self, window: UInt8[Tensor, "b w s"], start: Position
+        self, window: UInt8[Tensor, "b w s"], step: Int64[Tensor, " n"]
     ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
-        step = start + torch.arange(window.shape[1], device=window.device)
         index = window.int() + cast(Tensor, self.table)
         index = torch.where((step == 0).unsqueeze(-1), self.start, index)
         value = self.value(index).sum(dim=-2)
@@ -173,15 +213,87 @@ DEFAULT_NEIGHBOURS = (
 )
 
 
-class Neighbourhood(InputEmbedding):
-    """Two-dimensional context: the earlier pixels around the predicted one, and its place.
+class NeighbourEmbedding(InputEmbedding[Seen]):
+    """What embeddings of neighbours have in common: their levels, as words and as numbers.
 
     Each neighbour's level has a learned embedding, and enters as a number too, for an embedding
-    alone has to learn that 127 lies next to 128. A pixel sees all channels of its neighbours; a
-    sub-pixel sees its own channel in the neighbouring pixels, and the sub-pixels just before it.
-    Row, column and channel of the predicted step are embedded (Sparse Transformer, Child et al.,
-    2019, section 5.2). The state keeps the last rows: its size depends on the image's width, never
-    on the length.
+    alone has to learn that 127 lies next to 128. Row, column and channel of the predicted step are
+    embedded (Sparse Transformer, Child et al., 2019, section 5.2).
+    """
+
+    def make_tables(self, count: int) -> None:
+        """The weights for so many neighbours `k`."""
+        raster, d_model = self.raster, self.d_model
+        spec, values = raster.spec, raster.values_per_step
+        table = torch.arange(count * values, dtype=torch.int32) * (spec.levels + 1)
+        self.register_buffer("table", table.view(count, values), persistent=False)
+
+        self.value = nn.EmbeddingBag(table.numel() * (spec.levels + 1), d_model, mode="sum")
+        self.n_numbers = count * (values + 1)
+        self.number = nn.Linear(self.n_numbers, d_model)
+        self.row = nn.Embedding(spec.height, d_model)
+        self.column = nn.Embedding(spec.width, d_model)
+        self.channel = nn.Embedding(raster.steps_per_pixel, d_model)
+        for embedding in (self.value, self.row, self.column, self.channel):
+            nn.init.normal_(embedding.weight, std=d_model**-0.5)
+
+    def embedded(
+        self,
+        level: UInt8[Tensor, "b n k s"],
+        known: Bool[Tensor, "#b n k"],
+        place: Int64[Tensor, "#b n"],
+    ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
+        """The embeddings, and the numbers seen.
+
+        Args:
+            level: of the neighbours; any where they are unknown.
+            known: whether each neighbour is seen.
+            place: the predicted steps, in the raster.
+        """
+        raster, table = self.raster, cast(Tensor, self.table)
+        index = torch.where(known.unsqueeze(-1), level.int(), raster.spec.levels) + table
+        value = self._summed(index.flatten(2))
+        where = (
+            self.row(place // raster.row_length)
+            + self.column(place // raster.steps_per_pixel % raster.spec.width)
+            + self.channel(place % raster.steps_per_pixel)
+        )
+        numbers = self._numbers(level, known)
+        return value + self.number(numbers) + where, numbers
+
+    def _summed(self, index: Int[Tensor, "b n k"]) -> Float[Tensor, "b n e"]:
+        """The sum of the embeddings of each step."""
+        if index.device.type == "mps":  # PyTorch 2.9 has no sums in one operation there.
+            return F.embedding(index, self.value.weight).sum(dim=-2)
+        return self.value(index.flatten(0, 1)).unflatten(0, index.shape[:2])
+
+    def _numbers(self, level: Tensor, known: Tensor) -> Tensor:
+        dtype = self.number.weight.dtype
+        number = (level.to(dtype) * (2 / (self.raster.spec.levels - 1)) - 1) * known.unsqueeze(-1)
+        flags = known.to(dtype).expand(number.shape[:3])
+        return torch.cat([number.flatten(2), flags], dim=-1)
+
+
+def check_neighbours(neighbours: Sequence[Sequence[int]]) -> None:
+    """Refuse offsets of pixels that do not come before the predicted one.
+
+    Raises:
+        UserError: for those.
+    """
+    for offset in neighbours:
+        if len(offset) != 2 or not (offset[0] < 0 or (offset[0] == 0 and offset[1] < 0)):
+            raise UserError(
+                f"model.embedding.neighbours has {list(offset)}, but each must be [row, column]"
+                " of a pixel before the predicted one: row < 0, or row 0 and column < 0."
+            )
+
+
+class Neighbourhood(NeighbourEmbedding[Tensor]):
+    """Two-dimensional context: the earlier pixels around the predicted one, and its place.
+
+    A pixel sees all channels of its neighbours; a sub-pixel sees its own channel in the
+    neighbouring pixels, and the sub-pixels just before it. The state keeps the last rows: its size
+    depends on the image's width, never on the length.
 
     Args:
         neighbours: offsets (row, column) in pixels, each of them before the predicted pixel.
@@ -197,13 +309,8 @@ class Neighbourhood(InputEmbedding):
         neighbours: Sequence[Sequence[int]] = DEFAULT_NEIGHBOURS,
     ) -> None:
         super().__init__(d_model, raster)
+        check_neighbours(neighbours)
         spec = raster.spec
-        for offset in neighbours:
-            if len(offset) != 2 or not (offset[0] < 0 or (offset[0] == 0 and offset[1] < 0)):
-                raise UserError(
-                    f"model.embedding.neighbours has {list(offset)}, but each must be [row, column]"
-                    " of a pixel before the predicted one: row < 0, or row 0 and column < 0."
-                )
         # The steps just before are seen across the end of a row too, so that no value waits to be
         # seen. A neighbour outside of every image would only ever be missing.
         previous = list(range(1, max(2, raster.steps_per_pixel)))
@@ -217,20 +324,9 @@ class Neighbourhood(InputEmbedding):
         lags = [self.lag(row, column) for row, column in pixels] + previous
         self.lookback = max(lags)
         self.neighbour_lags = tuple(lags)
-        values = raster.values_per_step
         self.register_buffer("lags", torch.tensor(lags), persistent=False)
         self.register_buffer("valid", self._validity(pixels, previous), persistent=False)
-        table = torch.arange(len(lags) * values, dtype=torch.int32) * (spec.levels + 1)
-        self.register_buffer("table", table.view(len(lags), values), persistent=False)
-
-        self.value = nn.EmbeddingBag(table.numel() * (spec.levels + 1), d_model, mode="sum")
-        self.n_numbers = len(lags) * (values + 1)
-        self.number = nn.Linear(self.n_numbers, d_model)
-        self.row = nn.Embedding(spec.height, d_model)
-        self.column = nn.Embedding(spec.width, d_model)
-        self.channel = nn.Embedding(raster.steps_per_pixel, d_model)
-        for embedding in (self.value, self.row, self.column, self.channel):
-            nn.init.normal_(embedding.weight, std=d_model**-0.5)
+        self.make_tables(len(lags))
 
     def _validity(
         self, pixels: Sequence[tuple[int, int]], previous: Sequence[int]
@@ -246,94 +342,12 @@ class Neighbourhood(InputEmbedding):
         return torch.stack(inside + [step >= lag for lag in previous], dim=-1)
 
     def forward(
-        self, window: UInt8[Tensor, "b w s"], start: Position
+        self, window: UInt8[Tensor, "b w s"], step: Int64[Tensor, " n"]
     ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b n n_numbers"]]:
-        level, valid, step = self._seen(window, start)
-        table = cast(Tensor, self.table)
-        index = torch.where(valid.unsqueeze(-1), level.int(), self.raster.spec.levels) + table
-        value = self._summed(index.flatten(2))
-        place = (
-            self.row(step // self.raster.row_length)
-            + self.column(step // self.raster.steps_per_pixel % self.raster.spec.width)
-            + self.channel(step % self.raster.steps_per_pixel)
-        )
-        numbers = self._numbers(level, valid)
-        return value + self.number(numbers) + place, numbers
-
-    def _summed(self, index: Int[Tensor, "b n k"]) -> Float[Tensor, "b n e"]:
-        """The sum of the embeddings of each step."""
-        if index.device.type == "mps":  # PyTorch 2.9 has no sums in one operation there.
-            return F.embedding(index, self.value.weight).sum(dim=-2)
-        return self.value(index.flatten(0, 1)).unflatten(0, index.shape[:2])
-
-    def _numbers(self, level: Tensor, valid: Tensor) -> Tensor:
-        dtype = self.number.weight.dtype
-        number = (level.to(dtype) * (2 / (self.raster.spec.levels - 1)) - 1) * valid.unsqueeze(-1)
-        flags = valid.to(dtype).expand(number.shape[:3])
-        return torch.cat([number.flatten(2), flags], dim=-1)
-
-    def _seen(self, window: Tensor, start: Position) -> tuple[Tensor, Tensor, Tensor]:
-        """Neighbours' levels "b n k s", whether each is inside the image "n k", the steps "n"."""
-        n = window.shape[1] - self.lookback + 1
-        step = start + torch.arange(n, device=window.device)
-        source = torch.arange(self.lookback, self.lookback + n, device=window.device)
+        source = torch.arange(self.lookback, self.lookback + len(step), device=window.device)
         level = window[:, source.unsqueeze(-1) - cast(Tensor, self.lags)]
-        return level, cast(Tensor, self.valid)[step], step
-
-
-class LabelEmbedding(nn.Module):
-    """A learned vector of each label, and one for each area of the image.
-
-    Without the areas, what a label means at a place has to be worked out by the layers, and as a
-    label is worth few of an image's bits, they learn that slowly (benchmarks/results/quality.md).
-
-    Args:
-        n_classes: number of labels.
-        d_model: width `e` of the result.
-        raster: the order of the values.
-        grid: the image has grid x grid areas, or as many as pixels along a shorter side; 1 is
-            without them.
-
-    Attributes:
-        weight: of each label, and of "no label" in the last row; "k e".
-        areas: what is added to that in each area; "k a e", or None.
-
-    Raises:
-        UserError: for fewer than one label.
-    """
-
-    def __init__(self, n_classes: int, d_model: int, raster: Raster, grid: int = 1) -> None:
-        super().__init__()
-        if n_classes < 1:
-            raise UserError(f"n_classes={n_classes} must be at least 1.")
-        self.n_classes = n_classes
-        self.weight = nn.Parameter(torch.empty(n_classes + 1, d_model))
-        nn.init.normal_(self.weight, std=d_model**-0.5)
-        spec = raster.spec
-        rows, columns = min(grid, spec.height), min(grid, spec.width)
-        pixel = torch.arange(raster.length) // raster.steps_per_pixel
-        row, column = pixel // spec.width, pixel % spec.width
-        area = row * rows // spec.height * columns + column * columns // spec.width
-        self.register_buffer("area", area, persistent=False)
-        self.areas = None
-        if rows * columns > 1:
-            self.areas = nn.Parameter(torch.zeros(n_classes + 1, rows * columns, d_model))
-
-    def forward(
-        self, labels: Int64[Tensor, " b"], start: Position, count: int
-    ) -> Float[Tensor, "b n e"]:
-        """What is added to the input of steps start to start + count - 1; `n` may be 1 for all.
-
-        Args:
-            labels: 0 to n_classes - 1, or below 0 for no label.
-        """
-        row = torch.where(labels < 0, self.n_classes, labels)
-        whole = nn.functional.embedding(row, self.weight).unsqueeze(1)
-        if self.areas is None:
-            return whole
-        step = start + torch.arange(count, device=labels.device)
-        index = row.unsqueeze(1) * self.areas.shape[1] + cast(Tensor, self.area)[step]
-        return whole + nn.functional.embedding(index, self.areas.flatten(0, 1))
+        inside = cast(Tensor, self.valid)[step].unsqueeze(0)
+        return self.embedded(level, inside, step.unsqueeze(0))
 
 
 # Least squares over small photographs, rounded; their sum is 1.
@@ -354,7 +368,7 @@ class LinearPrediction(nn.Module):
         weight: "s f".
     """
 
-    def __init__(self, embedding: InputEmbedding) -> None:
+    def __init__(self, embedding: InputEmbedding[Any]) -> None:
         super().__init__()
         values, lags = embedding.raster.values_per_step, embedding.neighbour_lags
         self.weight = nn.Parameter(torch.zeros(values, embedding.n_numbers))

@@ -1,4 +1,7 @@
-"""A model's state taken apart into named tensors, and put together from others."""
+"""A model's state, and how it is taken apart into named tensors and put together from others.
+
+Axes: `b` batch, `s` values per step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,66 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxtyping import Int64, UInt8
 from torch import Tensor
+
+from imagegen.attention.base import AttentionState, Position
+from imagegen.model.canvas import Canvas
+
+
+@dataclasses.dataclass
+class ModelState:
+    """What generation carries from one step to the next; it belongs to the caller.
+
+    Attributes:
+        position: number of steps whose distributions have been computed.
+        recent: levels of the last steps, as many as the embedding looks back.
+        layers: the attention states.
+        labels: of the images, -1 for none; of models that know labels.
+        canvas: the values known so far; of models that know any order.
+    """
+
+    position: Position
+    recent: UInt8[Tensor, "b lookback s"]
+    layers: list[AttentionState]
+    labels: Int64[Tensor, " b"] | None = None
+    canvas: Canvas | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state."""
+        tensors = [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
+        labels = [] if self.labels is None else [self.labels]
+        return [*tensors, *labels, *([] if self.canvas is None else self.canvas.tensors())]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the state holds."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def clone(self) -> ModelState:
+        """A copy that shares no memory with this state."""
+        layers = [layer.clone() for layer in self.layers]
+        labels = None if self.labels is None else self.labels.clone()
+        canvas = None if self.canvas is None else self.canvas.clone()
+        return ModelState(self.position, self.recent.clone(), layers, labels, canvas)
+
+    def repeat(self, times: int) -> ModelState:
+        """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
+        layers = [layer.repeat(times) for layer in self.layers]
+        recent = self.recent.repeat_interleave(times, dim=0)
+        labels = None if self.labels is None else self.labels.repeat_interleave(times, dim=0)
+        canvas = None if self.canvas is None else self.canvas.repeat(times)
+        return ModelState(self.position, recent, layers, labels, canvas)
+
+    def select(self, rows: Int64[Tensor, " k"]) -> ModelState:
+        """The state of these rows, in new memory; a row may come several times.
+
+        Args:
+            rows: on the device of the state.
+        """
+        chosen = {name: tensor[rows] for name, tensor in named_tensors(self)}
+        selected: ModelState = with_tensors(self, chosen, "", self.position, len(rows))
+        return selected
 
 
 def named_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -19,7 +81,7 @@ def named_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def with_tensors(
-    initial: Any, given: Mapping[str, Tensor], prefix: str, position: Tensor, batch: Any
+    initial: Any, given: Mapping[str, Tensor], prefix: str, position: Any, batch: Any
 ) -> Any:
     """A state like `initial` of the given tensors; whole numbers in it count positions."""
 

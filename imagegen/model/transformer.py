@@ -16,55 +16,23 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
-from imagegen.attention.base import AttentionState, CausalAttention, Position
+from imagegen.attention.base import AttentionState, CausalAttention
 from imagegen.core.build import build
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.heads.base import OutputHead
 from imagegen.model.block import NORMS, Block, BlockOptions, Dropout, known
-from imagegen.model.embeddings import InputEmbedding, LabelEmbedding, LinearPrediction, Raster
+from imagegen.model.canvas import Canvas
+from imagegen.model.embeddings import LinearPrediction, Raster
+from imagegen.model.known_neighbourhood import (
+    KnownNeighbourhood,
+    KnownPrediction,
+    build_embedding,
+)
+from imagegen.model.labels import LabelEmbedding
+from imagegen.model.state import ModelState as ModelState
 
 NO_LABEL = -1
-
-
-@dataclasses.dataclass
-class ModelState:
-    """What generation carries from one step to the next; it belongs to the caller.
-
-    Attributes:
-        position: number of steps whose distributions have been computed.
-        recent: levels of the last steps, as many as the embedding looks back.
-        layers: the attention states.
-        labels: of the images, -1 for none; of models that know labels.
-    """
-
-    position: Position
-    recent: UInt8[Tensor, "b lookback s"]
-    layers: list[AttentionState]
-    labels: Int64[Tensor, " b"] | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors of the state."""
-        tensors = [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
-        return tensors if self.labels is None else [*tensors, self.labels]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the state holds."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def clone(self) -> ModelState:
-        """A copy that shares no memory with this state."""
-        layers = [layer.clone() for layer in self.layers]
-        labels = None if self.labels is None else self.labels.clone()
-        return ModelState(self.position, self.recent.clone(), layers, labels)
-
-    def repeat(self, times: int) -> ModelState:
-        """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
-        layers = [layer.repeat(times) for layer in self.layers]
-        recent = self.recent.repeat_interleave(times, dim=0)
-        labels = None if self.labels is None else self.labels.repeat_interleave(times, dim=0)
-        return ModelState(self.position, recent, layers, labels)
 
 
 class ImageTransformer(nn.Module):
@@ -87,6 +55,11 @@ class ImageTransformer(nn.Module):
             without (classifier-free guidance, Ho and Salimans, 2022).
         flips: whether the model is told that an image is mirrored, for training on mirrored images
             without drawing them.
+        order: of the values. In `any`, the visible pixels of a region come first and the others
+            follow, each in the order of the raster; the embedding then sees known pixels on all
+            sides. `raster` knows no regions.
+        whole_images: share of training images of which nothing is visible, with `order=any`; the
+            others get a random region.
 
     Raises:
         UserError: for sizes and names that make no model.
@@ -106,19 +79,23 @@ class ImageTransformer(nn.Module):
         label_grid: int = 1,
         label_dropout: float = 0.1,
         flips: bool = False,
+        order: str = "raster",
+        whole_images: float = 0.25,
     ) -> None:
         super().__init__()
         for name, size in {"n_layers": n_layers, "label_grid": label_grid}.items():
             if size < 1:
                 raise UserError(f"model.{name}={size} must be at least 1.")
-        if not 0 <= label_dropout <= 1:
-            raise UserError(f"model.label_dropout={label_dropout} must lie between 0 and 1.")
+        for name, share in {"label_dropout": label_dropout, "whole_images": whole_images}.items():
+            if not 0 <= share <= 1:
+                raise UserError(f"model.{name}={share} must lie between 0 and 1.")
         d_model = block.d_model
         self.spec = spec
         self.raster = Raster(spec, tokens)
         self.n_classes = n_classes
         self.label_dropout = label_dropout
-        self.embedding = build(embedding, InputEmbedding, d_model=d_model, raster=self.raster)
+        self.order, self.whole_images = order, whole_images
+        self.embedding = build_embedding(embedding, d_model, self.raster, order)
         self.label = None
         if n_classes is not None:
             self.label = LabelEmbedding(n_classes, d_model, self.raster, label_grid)
@@ -135,6 +112,9 @@ class ImageTransformer(nn.Module):
             )
             for layer in range(n_layers)
         )
+        if order == "any":
+            for each in self._blocks():
+                each.check_any_order()
         self.norm = known("norm", block.norm, NORMS)(d_model)
         self.dropout = Dropout(block.dropout)
         self.head = build(
@@ -144,14 +124,17 @@ class ImageTransformer(nn.Module):
             levels=spec.levels,
             values_per_step=self.raster.values_per_step,
         )
-        self.prediction = None
+        self.prediction: LinearPrediction | None = None
         if linear_prediction and self.head.takes_prediction:
             if not self.embedding.n_numbers:
                 raise UserError(
                     "model.linear_prediction=true needs an embedding that sees neighbours, but "
                     f"model.embedding is {type(self.embedding).__name__}; leave it false."
                 )
-            self.prediction = LinearPrediction(self.embedding)
+            if isinstance(self.embedding, KnownNeighbourhood):
+                self.prediction = KnownPrediction(self.embedding)
+            else:
+                self.prediction = LinearPrediction(self.embedding)
             self.head.start_from_prediction()
 
     @classmethod
@@ -169,45 +152,77 @@ class ImageTransformer(nn.Module):
         sequence: UInt8[Tensor, "b n s"],
         labels: Int64[Tensor, " b"] | None = None,
         flipped: Bool[Tensor, " b"] | None = None,
+        visible: Bool[Tensor, "b h w"] | None = None,
     ) -> Float[Tensor, "b n p"]:
-        """Distributions of the first n steps, each given the values before it (teacher forcing)."""
+        """Distributions of the first n steps, each given the values before it (teacher forcing).
+
+        The order of the steps is that of `Raster.to_sequence` for the visible pixels.
+        """
         if self.training and labels is not None:
             withheld = torch.rand(labels.shape, device=labels.device) < self.label_dropout
             labels = labels.masked_fill(withheld, NO_LABEL)
         labels = self._known(len(sequence), labels)
-        return self._parallel(self._padded(sequence[:, :-1]), 0, None, labels, flipped)[0]
+        step = torch.arange(sequence.shape[1], device=sequence.device)
+        canvas = self._canvas(len(sequence), visible)
+        seen: Tensor | Canvas = self._padded(sequence[:, :-1])
+        if canvas is not None:
+            seen = canvas.taken(sequence, step)
+        return self._parallel(seen, step, None, labels, flipped)[0]
 
     def log_prob(
         self,
         images: UInt8[Tensor, "b h w c"],
         labels: Int64[Tensor, " b"] | None = None,
         flipped: Bool[Tensor, " b"] | None = None,
+        visible: Bool[Tensor, "b h w"] | None = None,
     ) -> Float[Tensor, "b n s"]:
-        """Natural log-probability of every value of the images, in the order of the raster.
+        """Natural log-probability of every value of the images, in the order of the steps.
 
         Args:
             images: levels.
             labels: 0 to n_classes - 1, or -1 for no label; none by default. Models without classes
                 ignore them.
             flipped: which images are mirrored; none by default.
+            visible: the pixels that come first, of models that know any order; their number may
+                differ between images. None by default: the order is that of the raster.
+
+        Raises:
+            UserError: for visible pixels and a model that knows the order of the raster only.
         """
-        sequence = self.raster.to_sequence(images)
-        return self.head.log_prob(self.parameters_of(sequence, labels, flipped), sequence)
+        sequence = self.raster.to_sequence(images, visible)
+        return self.head.log_prob(self.parameters_of(sequence, labels, flipped, visible), sequence)
 
     def bits_per_dim(
         self,
         images: UInt8[Tensor, "b h w c"],
         labels: Int64[Tensor, " b"] | None = None,
         flipped: Bool[Tensor, " b"] | None = None,
+        visible: Bool[Tensor, "b h w"] | None = None,
     ) -> Float[Tensor, " b"]:
-        """Negative log2-likelihood of each image, divided by its number of dimensions."""
-        nats = -self.log_prob(images, labels, flipped).flatten(1).mean(dim=1)
-        return nats / math.log(2)
+        """Negative log2-likelihood of each image, divided by its number of dimensions.
+
+        With visible pixels, it is that of the others given them, divided by the number of those
+        others' values; each image needs one.
+        """
+        nats = -self.log_prob(images, labels, flipped, visible)
+        if visible is None:
+            return nats.flatten(1).mean(dim=1) / math.log(2)
+        kept = visible.flatten(1).sum(dim=1) * self.raster.steps_per_pixel
+        step = torch.arange(nats.shape[1], device=nats.device)
+        hidden = torch.where(step >= kept.unsqueeze(1), nats.sum(dim=2), 0).sum(dim=1)
+        return hidden / ((len(step) - kept) * nats.shape[2] * math.log(2))
 
     def initial_state(
-        self, batch_size: int, labels: Int64[Tensor, " b"] | None = None
+        self,
+        batch_size: int,
+        labels: Int64[Tensor, " b"] | None = None,
+        visible: Bool[Tensor, "b h w"] | None = None,
     ) -> ModelState:
-        """The state before the first step, of images of these labels; see `log_prob`."""
+        """The state before the first step, of images of these labels; see `log_prob`.
+
+        Raises:
+            UserError: for visible pixels and a model that knows the order of the raster only.
+        """
         recent = torch.zeros(
             batch_size,
             self.embedding.lookback,
@@ -216,7 +231,8 @@ class ImageTransformer(nn.Module):
             device=self.device,
         )
         layers = [block.initial_state(batch_size) for block in self._blocks()]
-        return ModelState(0, recent, layers, self._known(batch_size, labels))
+        canvas = self._canvas(batch_size, visible)
+        return ModelState(0, recent, layers, self._known(batch_size, labels), canvas)
 
     def prefill(
         self,
@@ -235,15 +251,23 @@ class ImageTransformer(nn.Module):
             The distribution of the step after the prefix, and the state to continue from.
         """
         state = state or self.initial_state(prefix.shape[0], labels)
-        window = torch.cat([state.recent, prefix], dim=1)
         # The first step of all has no value before it, so its prediction is still to be made.
         skipped = 0 if state.position == 0 else 1
+        first, count = state.position - skipped, prefix.shape[1]
+        step = torch.arange(first, first + count + 1, device=prefix.device)
+        canvas = state.canvas
+        window = torch.cat([state.recent, prefix], dim=1)
+        if canvas is not None:
+            canvas = canvas.clone().taken(prefix, step[:-1])
         parameters, layers = self._parallel(
-            window[:, skipped:], state.position, state.layers, state.labels
+            window[:, skipped:] if canvas is None else canvas,
+            step[skipped:],
+            state.layers,
+            state.labels,
         )
-        position = state.position + parameters.shape[1]
         recent = window[:, window.shape[1] - self.embedding.lookback :].clone()
-        return parameters[:, -1], ModelState(position, recent, layers, state.labels)
+        after = ModelState(first + count + 1, recent, layers, state.labels, canvas)
+        return parameters[:, -1], after
 
     def step(
         self, values: UInt8[Tensor, "b s"] | None, state: ModelState
@@ -255,17 +279,22 @@ class ImageTransformer(nn.Module):
                 first step.
             state: carried from the step before; its memory may be reused.
         """
-        recent = state.recent
+        recent, canvas = state.recent, state.canvas
+        step = state.position + torch.arange(1, device=recent.device)
         if values is not None:
-            recent = torch.cat([recent[:, 1:], values.unsqueeze(1)], dim=1)
-        inputs, predicted = self._inputs(recent, state.position, state.labels)
+            recent = torch.cat([recent, values.unsqueeze(1)], dim=1)[:, 1:]
+            if canvas is not None:
+                # While a step is exported, the first one is given values too, that it ignores.
+                canvas = canvas.taken(values.unsqueeze(1), (step - 1).clamp(min=0))
+        seen = recent if canvas is None else canvas
+        inputs, predicted = self._inputs(seen, step, state.labels)
         x = inputs.squeeze(1)
         layers = []
         for block, layer in zip(self._blocks(), state.layers, strict=True):
             x, layer = block.step(x, layer)
             layers.append(layer)
         parameters = self.head(self.norm(x), None if predicted is None else predicted.squeeze(1))
-        return parameters, ModelState(state.position + 1, recent, layers, state.labels)
+        return parameters, ModelState(state.position + 1, recent, layers, state.labels, canvas)
 
     @property
     def device(self) -> torch.device:
@@ -294,24 +323,35 @@ class ImageTransformer(nn.Module):
             labels = torch.full((batch_size,), NO_LABEL, device=self.device)
         return labels
 
+    def _canvas(self, batch_size: int, visible: Tensor | None) -> Canvas | None:
+        """Without any value yet, of models that know any order."""
+        if self.order == "any":
+            return Canvas.empty(self.raster, batch_size, visible, self.device)
+        if visible is not None:
+            raise UserError(
+                "this model knows the order of the raster only, so no other pixels can come first; "
+                "train one with model.order=any."
+            )
+        return None
+
     def condition(
         self,
         labels: Int64[Tensor, " b"] | None,
         flipped: Bool[Tensor, " b"] | None,
-        start: Position,
-        count: int,
-    ) -> Float[Tensor, "#b n e"] | None:
-        """What the label and being mirrored add to the input of steps start to start + count - 1.
+        place: Int64[Tensor, "#b n"],
+    ) -> Float[Tensor, "#b n_or_1 e"] | None:
+        """What the label and being mirrored add to the input of steps, or the same of all steps.
 
-        `n` is 1 where it is the same for all steps. None for models that know of neither.
+        None for models that know of neither.
 
         Args:
             labels: see `log_prob`; models that know labels need them.
             flipped: see `log_prob`.
+            place: the steps, in the raster.
         """
         condition = None
         if self.label is not None and labels is not None:
-            condition = self.label(labels, start, count)
+            condition = self.label(labels, place)
         if self.flip is not None:
             if flipped is None:
                 flipped = torch.zeros(1, dtype=torch.bool, device=self.device)
@@ -321,26 +361,27 @@ class ImageTransformer(nn.Module):
 
     def _inputs(
         self,
-        window: Tensor,
-        start: Position,
+        seen: Tensor | Canvas,
+        step: Tensor,
         labels: Tensor | None,
         flipped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The input of the blocks, "b n e", and the linear prediction of the values, "b n s"."""
-        x, numbers = self.embedding(window, start)
+        x, numbers = self.embedding(seen, step)
         predicted = None if self.prediction is None else self.prediction(numbers)
-        condition = self.condition(labels, flipped, start, x.shape[1])
+        place = seen.places(step) if isinstance(seen, Canvas) else step.unsqueeze(0)
+        condition = self.condition(labels, flipped, place)
         return self.dropout(x if condition is None else x + condition), predicted
 
     def _parallel(
         self,
-        window: Tensor,
-        start: int,
+        seen: Tensor | Canvas,
+        step: Tensor,
         states: list[AttentionState] | None,
         labels: Tensor | None,
         flipped: Tensor | None = None,
     ) -> tuple[Tensor, list[AttentionState]]:
-        x, predicted = self._inputs(window, start, labels, flipped)
+        x, predicted = self._inputs(seen, step, labels, flipped)
         layers = []
         for index, block in enumerate(self._blocks()):
             x, layer = block(x, states[index] if states else None)

@@ -12,6 +12,7 @@ from torchmetrics import MeanMetric
 
 from imagegen.core.errors import UserError
 from imagegen.data.loading import Batch
+from imagegen.data.random_regions import random_regions
 from imagegen.model.transformer import ImageTransformer
 from imagegen.training.lightning_fixes import clip_gradients, step
 from imagegen.training.optimizers import OptimizerFactory, build_optimizer
@@ -30,10 +31,17 @@ class Schedule(Protocol):
         ...
 
 
+REGION_IMAGES = 64
+"""Validation images that are scored with regions too: few, for the time it takes."""
+
+
 class ImageModule(LightningModule):
     """Trains an `ImageTransformer` by maximum likelihood.
 
-    The loss is bits/dim: the negative log2-likelihood, averaged over dimensions and images.
+    The loss is bits/dim: the negative log2-likelihood, averaged over dimensions and images. Models
+    of any order are given a random region of each training image; the loss is then that of the
+    missing values given the visible ones, averaged over all missing values of the batch. So each
+    value weighs the same: few of a small hole, all of an image drawn from nothing.
 
     Args:
         model: the network.
@@ -56,14 +64,18 @@ class ImageModule(LightningModule):
         self._restored: dict[str, float] | None = None
         # By default, nan would be left out.
         self.val_bits_per_dim = MeanMetric(nan_strategy="disable")
+        self.val_bits_per_hidden_value = MeanMetric(nan_strategy="disable")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean bits/dim of a batch, a random half of it mirrored if the model knows of that."""
-        images, flipped = batch["images"], None
+        images, flipped, visible = batch["images"], None, None
         if self.model.flip is not None:
             flipped = torch.rand(len(images), device=images.device) < 0.5
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(2), images)
-        loss = self.model.bits_per_dim(images, batch.get("labels"), flipped).mean()
+        if self.model.order == "any":
+            visible = self._regions(images, self.model.whole_images)
+        bits = self.model.bits_per_dim(images, batch.get("labels"), flipped, visible)
+        loss = bits.mean() if visible is None else _over_hidden_values(bits, visible)
         # Each process has a share of the batch; one alone would report its own.
         several = self.trainer.world_size > 1
         self.log(
@@ -76,7 +88,11 @@ class ImageModule(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds the bits/dim of each image, so that every image weighs the same."""
+        """Adds the bits/dim of each image, so that every image weighs the same.
+
+        For models of any order that is drawn from nothing, as others draw; the first images are
+        scored with regions as well, the same ones every time.
+        """
         images = batch["images"]
         self.val_bits_per_dim.update(self.model.bits_per_dim(images, batch.get("labels")))
         self.log(
@@ -85,6 +101,23 @@ class ImageModule(LightningModule):
             prog_bar=self._shows_progress,
             batch_size=len(images),
         )
+        if self.model.order == "any" and batch_idx * len(images) < REGION_IMAGES:
+            generator = torch.Generator(images.device).manual_seed(batch_idx)
+            visible = self._regions(images, 0.0, generator)
+            bits = self.model.bits_per_dim(images, batch.get("labels"), visible=visible)
+            hidden = (~visible).flatten(1).sum(dim=1)
+            self.val_bits_per_hidden_value.update(bits, hidden)
+            self.log(
+                "val/bits_per_hidden_value",
+                self.val_bits_per_hidden_value,
+                batch_size=len(images),
+            )
+
+    def _regions(
+        self, images: Tensor, whole: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        height, width = images.shape[1:3]
+        return random_regions(len(images), height, width, whole, images.device, generator)
 
     @property
     def _shows_progress(self) -> bool:
@@ -163,3 +196,9 @@ class ImageModule(LightningModule):
         for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _over_hidden_values(bits: Tensor, visible: Tensor) -> Tensor:
+    """The mean over the hidden values of a batch, from that of each image."""
+    hidden = (~visible).flatten(1).sum(dim=1)
+    return (bits * hidden).sum() / hidden.sum()

@@ -33,6 +33,7 @@ CONF = PROJECT_ROOT / "conf"
 DEFAULT = {
     "embedding": yaml.safe_load((CONF / "model/default.yaml").read_text())["embedding"],
 }
+ANY = {**DEFAULT, "order": "any", "linear_prediction": True}
 PAPER = {"activation": "relu", "norm_first": False}
 EVERYTHING = {
     **DEFAULT,
@@ -83,6 +84,7 @@ def example() -> ModuleType:
             for name, spec, options in (
                 ("colour", COLOUR, DEFAULT),
                 ("everything", COLOUR, EVERYTHING),
+                ("any order", COLOUR, {**ANY, "n_classes": 3, "label_grid": 2, "tokens": "pixel"}),
                 ("flips", GREY, {"flips": True}),
                 ("favor", GREY, attention("linear", feature_map="favor")),
                 ("fourier", GREY, attention("linear", feature_map="fourier")),
@@ -119,6 +121,43 @@ def test_the_parameters_and_images_are_ours(
         np.testing.assert_array_equal(labelled, next(generate(model, 5, seed=3, labels=[2])))
         assert (labelled != images).any()
     assert len(np.unique(images)) > 5
+
+
+def test_a_region_is_completed_from_its_canvas(tmp_path: Path) -> None:
+    """What the docstring of `imagegen.checkpoint.onnx` says of models of any order."""
+    import onnxruntime
+
+    model = spread(tiny_model(GREY, **ANY))
+    out = tmp_path / "any.onnx"
+    export_onnx(model, out)
+    session = onnxruntime.InferenceSession(out)
+    random = np.random.default_rng(0)
+    visible = random.random((2, *GREY.shape[:2])) < 0.4
+    images = random.integers(0, GREY.levels, (2, *GREY.shape)).astype(np.uint8)
+    places = np.argsort(~visible.reshape(2, -1), axis=1, kind="stable")
+    steps = np.arange(GREY.dims)
+    sequence = np.take_along_axis(images.reshape(2, -1), places, axis=1)[..., None]
+    regions = torch.from_numpy(visible)
+    with torch.no_grad():
+        expected = model.parameters_of(torch.from_numpy(sequence), visible=regions).numpy()
+    types = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int64)": np.int64}
+    first = json.loads(session.get_modelmeta().custom_metadata_map["initial_state"])
+    state = {
+        entry.name: np.full((2, *entry.shape[1:]), first[entry.name], types[entry.type])
+        for entry in session.get_inputs()
+        if entry.name in first
+    }
+    state["canvas.kept"] = visible.reshape(2, -1).sum(axis=1)
+    state["canvas.place_shift"] = places - steps
+    state["canvas.rank_shift"] = np.argsort(places, axis=1) - steps
+    names = [entry.name for entry in session.get_outputs()]
+    token = np.zeros((2, 1), np.int64)
+    for position in range(GREY.dims):
+        feed = {"token": token, "position": np.array(position), **state}
+        found = dict(zip(names, session.run(names, feed), strict=True))
+        np.testing.assert_allclose(found["parameters"], expected[:, position], atol=2e-5)
+        state = {name: found[f"next.{name}"] for name in state}
+        token = sequence[:, position].astype(np.int64)
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,9 @@ def way(kind: dict[str, Way]) -> Callable[[Way], Way]:
     return mark
 
 
+LINEAR = {"_target_": "imagegen.attention.linear.LinearAttention"}
+
+
 def _mechanisms() -> Iterator[Any]:
     for attention, head in zip(attentions(), itertools.cycle(HEADS), strict=False):
         options = (attention.values[0], yaml.safe_load(head.read_text()))
@@ -73,14 +76,16 @@ def _heads() -> Iterator[Any]:
             text = (PROJECT_ROOT / "conf" / "attention" / f"{name}.yaml").read_text()
             options = (yaml.safe_load(text), yaml.safe_load(head.read_text()))
             yield pytest.param(options, id=f"{head.stem}-{name}")
+        if head.stem == "mixture_of_logistics":
+            yield pytest.param((LINEAR, options[1], "any"), id=f"{head.stem}-any-order")
 
 
 MECHANISM_CASES, HEAD_CASES = list(_mechanisms()), list(_heads())
 
 
-def make(case: tuple[dict[str, Any], dict[str, Any]]) -> ImageTransformer:
+def make(case: tuple[Any, ...]) -> ImageTransformer:
     """A small model with all that a model can have beside its mechanism and its head."""
-    attention, head = case
+    attention, head, order = (*case, "raster")[:3]
 
     def model(spec: ImageSpec) -> ImageTransformer:
         torch.manual_seed(0)
@@ -95,7 +100,8 @@ def make(case: tuple[dict[str, Any], dict[str, Any]]) -> ImageTransformer:
             d_ff=16,
             tokens="pixel",
             linear_prediction=True,
-            convolution=[1, 1],
+            convolution=[1, 1] if order == "raster" else None,
+            order=order,
             n_classes=N_CLASSES,
             label_grid=2,
             flips=True,
@@ -227,6 +233,15 @@ def batches(model: ImageTransformer) -> Any:
 @way(OF_HEADS)
 def completions_by_plain_steps(model: ImageTransformer) -> Any:
     return complete(model, images_of(model, 2), [0, 2], 2, seed=3)
+
+
+@way(OF_HEADS)
+def completions_by_particles(model: ImageTransformer) -> Any:
+    images = images_of(model, 2)
+    visible = np.ones(images.shape[:3], dtype=bool)
+    visible[:, :2, :1] = False
+    with _as_long_ones(model):
+        return complete(model, images, visible, 2, seed=3, labels=[1, -1], particles=6)
 
 
 @way(OF_HEADS)

@@ -29,11 +29,16 @@ from tests.helpers import (
 pytest.importorskip("constriction", reason="needs the extra codec")
 
 
-@pytest.mark.parametrize("tokens", ["subpixel", "pixel"])
-def test_code_is_as_long_as_the_likelihood_says(tokens: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "order"), [("subpixel", "raster"), ("pixel", "raster"), ("pixel", "any")]
+)
+def test_code_is_as_long_as_the_likelihood_says(tokens: str, order: str) -> None:
     spec = ImageSpec(4, 6, 3)
     model = tiny_model(
-        spec, tokens=tokens, embedding={"_target_": "imagegen.model.embeddings.Neighbourhood"}
+        spec,
+        tokens=tokens,
+        order=order,
+        embedding={"_target_": "imagegen.model.embeddings.Neighbourhood"},
     )
     images = (
         np.random.default_rng(0).normal(128, 20, (70, *spec.shape)).clip(0, 255).astype(np.uint8)

@@ -74,6 +74,12 @@ def test_sound_models_pass(name: str, growing: bool) -> None:
     assert found == {**dict.fromkeys(NAMES, True), **expected}
 
 
+def test_models_of_any_order_pass() -> None:
+    embedding = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
+    model = tiny_model(SPEC, embedding=embedding, order="any", linear_prediction=True)
+    assert verdicts(model) == dict.fromkeys(NAMES, True)
+
+
 def pixels(levels: int = 256) -> ImageTransformer:
     """Of colour images, a pixel a step, with labels and a convolution."""
     embedding = {"_target_": "imagegen.model.embeddings.Neighbourhood"}

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import sample as sample_py
+from imagegen.cli.entry import quoted
 from imagegen.core.errors import UserError
 from imagegen.data.digits import Digits
+from imagegen.data.regions import read_region
+from imagegen.generation import particles
 from imagegen.generation.images import from_display, make_completion_grid, to_display
 from tests.helpers import (
     manifest,
     read,
     read_images,
+    run_main,
     sample,
     save_colour_checkpoint,
     save_tiny_checkpoint,
@@ -195,6 +200,14 @@ def test_the_images_to_complete_are_not_replaced(grey: Path, tmp_path: Path) -> 
         (["visible=-0.1"], "visible=-0.1, but"),
         (["visible=nan"], "visible=nan, but"),
         (["visible=[0.5,half]"], "visible=half, but"),
+        (["visible=left:1"], "visible=left:1, but left: takes the share that is kept"),
+        (["visible='rectangle:[6,6,3,3]'"], "ends at row 9 and column 9, but the images have 8x8"),
+        (["visible=0.5", "mask=a.png"], "visible and mask are both given; choose one"),
+        (["visible_rows=2", "mask=a.png"], "visible_rows and mask are both given"),
+        (["mask=nowhere.png"], "mask=.*nowhere.png does not exist"),
+        (["mask=[a,b]"], r"mask=\['a', 'b'\], but it must be one path"),
+        (["particles=0", "visible=left:0.5"], "particles=0, but it must be a whole number"),
+        (["particles=9"], "particles=9 has no effect, for all that is kept comes before"),
         (["visible_rows=8"], "visible_rows=8, but it must be .* from 0 to 7"),
         (["visible_rows=-1"], "visible_rows=-1, but"),
         (["visible=0.5", "visible_rows=2"], "visible and visible_rows are both"),
@@ -219,3 +232,121 @@ def test_refusals_leave_nothing(
         sample(grey, tmp_path / "below" / "out", "task=complete", *overrides)
     assert "\n" not in str(refusal.value)
     assert not tree(tmp_path)
+
+
+def _kept_exactly(out: Path, visible: np.ndarray) -> None:
+    """Every completion of each image shows its visible pixels, and others than the original's."""
+    for entry, kept in zip(manifest(out)["images"], visible, strict=True):
+        original = read(out / entry["original"])
+        for name in entry["completions"]:
+            completion = read(out / name)
+            np.testing.assert_array_equal(completion[kept], original[kept])
+            assert (completion[~kept] != original[~kept]).any()
+
+
+def test_completes_regions(grey: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, words = tmp_path / "out", ["left:0.5", "hole:0.4", "random:0.3", "top:0.5", "0.25"]
+    options = ["task=complete", f"visible=[{','.join(words)}]", "completions=2", "particles=40"]
+    sample(grey, out, *options, "seed=4")
+    told = manifest(out)
+    assert [entry.get("visible") for entry in told["images"]] == [*words[:4], None]
+    assert told["images"][4]["visible_rows"] == 2
+    regions = [read_region(word) for word in words[:4]] + [read_region(0.25)]
+    visible = np.stack([region.visible(8, 8, 4, i) for i, region in enumerate(regions)])
+    _kept_exactly(out, visible)
+    assert [entry.get("kept") for entry in told["images"]] == [
+        *(each.mean() for each in visible[:4]), None,
+    ]  # fmt: skip
+    assert told["particles"] == 40
+    assert set(told["particles_by_image"]) == {"00000", "00001", "00002"}
+    report = told["particles_by_image"]["00002"]
+    assert report["particles"] == 40
+    assert 1 <= report["least_effective"] < 40
+    assert 1 <= report["distinct"] <= 40
+    originals = to_display(Digits().split("test").images[:5], 17)
+    drawn = [[read(out / name) for name in entry["completions"]] for entry in told["images"]]
+    np.testing.assert_array_equal(
+        read(out / "grid.png"), make_completion_grid(originals, np.array(drawn), visible)
+    )
+    before = read_images(out)
+    (out / "images" / "00001-2.png").unlink()
+    sample(grey, out, *options, "seed=4", "resume=true")
+    for name, image in read_images(out).items():
+        np.testing.assert_array_equal(image, before[name])
+    with pytest.raises(UserError, match=r"image 1 is .* with hole:0.4 \(.*\), not .* left:0.5 \("):
+        sample(grey, out, *options, "seed=4", "resume=true", "visible=left:0.5", "n=5")
+    with pytest.raises(UserError, match="holds a job with particles=40, not 41"):
+        sample(grey, out, *options, "seed=4", "resume=true", "particles=41")
+    assert "few particles" not in capsys.readouterr().out
+
+
+def test_too_few_particles_are_told(
+    grey: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(particles, "FEWEST", 0.9)
+    sample(grey, tmp_path / "out", "task=complete", "n=2", "visible=random:0.5", "particles=20")
+    said = capsys.readouterr().out
+    assert "2 of 2 images were left with few particles, image" in said
+    assert "use more (particles=80), or a model trained with model.order=any" in said
+
+
+def test_completes_what_a_mask_does_not_keep(colour: Path, tmp_path: Path) -> None:
+    for i, name in enumerate(["a.png", "b.png"]):
+        write_image(tmp_path / "in" / name, (4, 6, 3), i)
+    visible = np.random.default_rng(5).random((2, 4, 6)) < 0.5
+    for name, kept in zip("ab", visible, strict=True):
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        Image.fromarray(np.where(kept, 255, 0).astype(np.uint8)).save(
+            tmp_path / "masks" / f"{name}.png"
+        )
+    out = tmp_path / "out"
+    options = ["task=complete", f"images={tmp_path / 'in'}", "completions=2", "particles=20"]
+    sample(colour, out, *options, f"mask={tmp_path / 'masks'}")
+    _kept_exactly(out, visible)
+    assert manifest(out)["images"][1]["mask"] == str(tmp_path / "masks" / "b.png")
+    sample(colour, out, *options, f"mask={tmp_path / 'masks' / 'b.png'}")
+    _kept_exactly(out, visible[[1, 1]])
+    # Another picture of the same name is another region.
+    Image.fromarray(np.where(visible[0], 255, 0).astype(np.uint8)).save(
+        tmp_path / "masks" / "b.png"
+    )
+    with pytest.raises(UserError, match=r"image 0 is .*a\.png with .*b\.png \(region"):
+        sample(colour, out, *options, f"mask={tmp_path / 'masks' / 'b.png'}", "resume=true")
+
+
+def test_transparent_pixels_are_the_region(colour: Path, tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (4, 6, 4)).astype(np.uint8)
+    kept = np.random.default_rng(1).random((4, 6)) < 0.5
+    image[..., 3] = np.where(kept, 255, 0)
+    (tmp_path / "in").mkdir()
+    Image.fromarray(image).save(tmp_path / "in" / "a.png")
+    write_image(tmp_path / "in" / "b.png", (4, 6, 3))
+    options = ["task=complete", f"images={tmp_path / 'in'}", "particles=20"]
+    sample(colour, tmp_path / "out", *options)
+    half = np.repeat(np.arange(4) < 2, 6).reshape(4, 6)
+    _kept_exactly(tmp_path / "out", np.stack([kept, half]))
+    np.testing.assert_array_equal(
+        read(tmp_path / "out" / "images" / "00000-1.png")[kept], image[..., :3][kept]
+    )
+    entries = manifest(tmp_path / "out")["images"]
+    assert entries[0]["mask"] == "transparent pixels"
+    assert entries[1]["visible_rows"] == 2
+    # What is typed comes first.
+    sample(colour, tmp_path / "out", *options[:-1], "visible=0.75")
+    assert [entry["visible_rows"] for entry in manifest(tmp_path / "out")["images"]] == [3, 3]
+
+
+def test_a_rectangle_is_typed_without_quotes(
+    grey: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = ["visible=rectangle:[1,2,3,4]", "n=1", "completions=1", "particles=4"]
+    arguments = [f"ckpt={grey}", "out=out", "device=cpu", "task=complete", *typed]
+    assert run_main(monkeypatch, sample_py.main, "sample.py", *arguments) == 0
+    (entry,) = manifest(tmp_path / "out")["images"]
+    assert entry["visible"] == "rectangle:[1,2,3,4]"
+    assert entry["kept"] == 1 - 12 / 64
+    assert quoted("visible=[left:0.5,rectangle:[1,2,3,4]]") == (
+        "visible=[left:0.5,'rectangle:[1,2,3,4]']"
+    )
+    assert quoted("visible='rectangle:[1,2,3,4]'") == "visible='rectangle:[1,2,3,4]'"

@@ -6,7 +6,9 @@ import torch
 
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
-from imagegen.generation.sampling_loop import complete, generate, uniforms
+from imagegen.data.regions import read_region
+from imagegen.generation.drawing import uniforms
+from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer
 from tests.helpers import tiny_model
@@ -76,6 +78,48 @@ def test_a_completion_does_not_depend_on_its_company(model: ImageTransformer) ->
     assert np.array_equal(mixed[[1, 3, 4]], expected[[1, 3, 4], :2])
 
 
+REGIONS = ["left:0.5", "hole:0.4", "rectangle:[1,1,2,2]", "top:0.5", "random:0.3"]
+
+
+def _regions(words: list[str]) -> np.ndarray:
+    height, width, _ = SPEC.shape
+    return np.stack([read_region(w).visible(height, width, 0, i) for i, w in enumerate(words)])
+
+
+def test_a_completion_of_a_region_keeps_it_whatever_its_company(model: ImageTransformer) -> None:
+    images, visible = _all(model, 5, seed=1), _regions(REGIONS)
+    options = {"seed": 9, "particles": 12}
+    expected = complete(model, images, visible, 4, **options)
+    for image, kept, drawn in zip(images, visible, expected, strict=True):
+        assert (drawn[:, kept] == image[kept]).all()
+        assert (drawn[:, ~kept] != image[~kept]).any()
+    for batch_size in (1, 3):
+        again = complete(model, images, visible, 4, batch_size=batch_size, **options)
+        assert np.array_equal(again, expected)
+    fewer = complete(model, images[:3], visible[:3], 2, **options)
+    assert np.array_equal(fewer, expected[:3, :2])
+    # What is hidden does not matter.
+    unknown = np.where(visible[..., None], images, 255 - images)
+    assert np.array_equal(complete(model, unknown, visible, 4, **options), expected)
+    # Other particles are other images.
+    more = complete(model, images, visible, 4, seed=9, particles=13)
+    assert np.array_equal(more[3], expected[3])
+    assert not np.array_equal(more[0], expected[0])
+
+
+def test_a_visible_part_may_end_within_a_row(model: ImageTransformer) -> None:
+    samples = _all(model, 3, seed=5)
+    visible = np.zeros((3, *SPEC.shape[:2]), dtype=bool)
+    visible[:, :2] = visible[1, 2, :3] = visible[2, 2, :1] = True
+    reports: list[int] = []
+    drawn = complete(
+        model, samples, visible, 1, seed=5, report=lambda image, _: reports.append(image)
+    )
+    # With its own numbers a sample is completed to itself, without particles.
+    assert np.array_equal(drawn[:, 0], samples)
+    assert not reports
+
+
 def test_a_completion_of_nothing_is_a_sample(model: ImageTransformer) -> None:
     drawn = complete(model, np.zeros((3, *SPEC.shape), np.uint8), [0, 0, 0], 1, seed=5)
     assert np.array_equal(drawn[:, 0], _all(model, 3, seed=5))
@@ -99,6 +143,11 @@ def test_progress_adds_up(model: ImageTransformer) -> None:
     done.clear()
     complete(model, np.zeros((4, *SPEC.shape), np.uint8), [1, 2, 6, 1], 3, progress=done.append)
     assert sum(done) == pytest.approx(12)
+    done.clear()
+    visible = _regions(REGIONS[:2])
+    zeros = np.zeros((2, *SPEC.shape), np.uint8)
+    complete(model, zeros, visible, 3, particles=4, progress=done.append)
+    assert sum(done) == pytest.approx(6)
 
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
@@ -109,6 +158,7 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
     correlation = np.corrcoef(numbers) - np.eye(len(numbers))
     assert np.abs(correlation).max() < 0.25
     assert np.array_equal(uniforms(7, 3, 1, 10), uniforms(7, 3, 1, 20)[:10])
+    assert not np.array_equal(uniforms(2**64 - 1, 3, 1, 10), uniforms(2**64 - 2, 3, 1, 10))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +184,8 @@ def test_impossible_completions_are_refused() -> None:
         complete(model, images, [1], 1)
     with pytest.raises(UserError, match="visible_rows=7 must lie between 0 and the height, 6"):
         complete(model, images, [1, 7], 1)
+    with pytest.raises(UserError, match="particles=0 must be at least 1"):
+        complete(model, images, [1, 1], 1, particles=0)
     with pytest.raises(UserError, match="completions=0"):
         complete(model, images, [1, 1], 0)
 
@@ -178,6 +230,15 @@ def test_completions_have_labels(conditional: ImageTransformer, guidance: float)
     assert np.array_equal(drawn[:, 0, :2][:3], images[:3, :2])
     again = complete(conditional, images, [2, 2, 3, 0], completions=3, batch_size=2, **options)
     assert np.array_equal(drawn, again)
+    visible = _regions(REGIONS[:2])
+    by_particles = complete(conditional, images[:2], visible, 2, particles=8, **options)
+    assert np.array_equal(
+        by_particles, complete(conditional, images[:2], visible, 2, particles=8, **options)
+    )
+    others = {**options, "labels": [1]}
+    assert not np.array_equal(
+        by_particles, complete(conditional, images[:2], visible, 2, particles=8, **others)
+    )
     # A completion of nothing is a sample of the image's label.
     assert np.array_equal(drawn[3, 0], _all(conditional, 4, **options)[3])
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
-from imagegen.model.embeddings import TOKENS, LabelEmbedding, Raster
+from imagegen.model.embeddings import TOKENS, Raster
+from imagegen.model.labels import LabelEmbedding
 
 
 @given(
@@ -91,7 +92,7 @@ def test_each_pixel_has_the_vector_of_its_area(spec: ImageSpec, tokens: str, gri
     for parameter in embedding.parameters():
         torch.nn.init.normal_(parameter)
     labels = torch.tensor([2, -1, 0])
-    found = embedding(labels, 0, raster.length)
+    found = embedding(labels, torch.arange(raster.length).unsqueeze(0))
     found = found.expand(3, raster.length, 8).unflatten(1, (spec.height, spec.width, -1))
     rows, columns = min(grid, spec.height), min(grid, spec.width)
     seen = set()
@@ -108,11 +109,13 @@ def test_each_pixel_has_the_vector_of_its_area(spec: ImageSpec, tokens: str, gri
                     assert torch.equal(found[image, y, x, channel], expected)
     assert embedding.areas is None or len(seen) == rows * columns == embedding.areas.shape[1]
     for start, count in ((0, 1), (raster.length - 2, 2)):
-        part = embedding(labels, start, count).expand(3, count, 8)
+        part = embedding(labels, torch.arange(start, start + count).unsqueeze(0)).expand(
+            3, count, 8
+        )
         assert torch.equal(part, found.flatten(1, 3)[:, start : start + count])
 
 
 def test_it_starts_as_one_vector_for_the_whole_image() -> None:
     embedding = LabelEmbedding(2, 4, Raster(ImageSpec(8, 8), "pixel"), 7)
-    found = embedding(torch.tensor([1, -1]), 0, 64)
+    found = embedding(torch.tensor([1, -1]), torch.arange(64).unsqueeze(0))
     assert torch.equal(found, embedding.weight[[1, 2], None].expand(2, 64, 4))

@@ -275,7 +275,8 @@ def test_prediction_begins_with_what_is_near(tokens: str) -> None:
     assert model.prediction is not None
     even = torch.tensor([10, 100, 250], dtype=torch.uint8).expand(1, 8, 8, 3)
     sequence = model.raster.to_sequence(even)
-    predicted = model._inputs(model._padded(sequence[:, :-1]), 0, None)[1]
+    step = torch.arange(sequence.shape[1])
+    predicted = model._inputs(model._padded(sequence[:, :-1]), step, None)[1]
     inside = predicted.view(8, 8, 3)[1:, 1:-1]
     expected = torch.tensor([10, 100, 250]) * (2 / 255) - 1
     torch.testing.assert_close(inside, expected.expand_as(inside))

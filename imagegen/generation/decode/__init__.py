@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
 from imagegen.core.errors import UserError
@@ -28,6 +28,30 @@ if TYPE_CHECKING:
     from imagegen.model.transformer import ImageTransformer, ModelState
 else:  # Annotations are checked in tests; the model imports nothing from here.
     ImageTransformer = ModelState = Any
+
+
+class Particles(ABC):
+    """Sequences of one image that are drawn and scored side by side, and may replace each other.
+
+    The steps are gone through in order, each once, from the first one that is not known.
+
+    Attributes:
+        sequence: levels of all steps; those that are drawn are written.
+    """
+
+    sequence: UInt8[np.ndarray, "b n s"]
+
+    @abstractmethod
+    def draw(self, start: int, stop: int) -> None:
+        """Draw the values of steps `start` to `stop` - 1, at most a row of the image."""
+
+    @abstractmethod
+    def score(self, start: int, stop: int) -> Float64[np.ndarray, " b"]:
+        """Natural log-probability of the values of these steps, as many at most, of each row."""
+
+    @abstractmethod
+    def select(self, rows: Int64[np.ndarray, " b"]) -> None:
+        """Let these rows take the place of all."""
 
 
 class Decoder(ABC):
@@ -68,6 +92,17 @@ class Decoder(ABC):
             progress: called with the (fractional) number of rows done since the last call, from
                 several threads.
         """
+
+    def particles(
+        self,
+        state: ModelState,
+        parameters: Float[Tensor, "b p"],
+        sequence: UInt8[np.ndarray, "b n s"],
+        noise: Float[np.ndarray, "b m u"],
+        controls: Controls,
+    ) -> Particles | None:
+        """Rows to draw and to score, of arguments as for `draw`; None where PyTorch has to do."""
+        return None
 
     @abstractmethod
     def parameters(

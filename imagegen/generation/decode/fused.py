@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
 from imagegen.core.machine import threads
-from imagegen.generation.decode import Decoder
+from imagegen.generation.decode import Decoder, Particles
 from imagegen.generation.decode.attention import work_size
+from imagegen.generation.decode.embedding import order_of
 from imagegen.generation.decode.integer import UNROLL
-from imagegen.generation.decode.loop import Rows, run
+from imagegen.generation.decode.loop import Rows, Settings, run
 from imagegen.generation.decode.matmul import TILE_ROWS
-from imagegen.generation.decode.mixers import mixer_of, states_of
+from imagegen.generation.decode.mixers import States, mixer_of, states_of
 from imagegen.generation.decode.prepare import (
     components_of,
     features_of,
@@ -62,6 +63,7 @@ class FusedDecoder(Decoder):
         self.precision = "32" if bits == 32 else f"int{bits}"
         self.variant = type(self.mix).__name__
         self.weights = weights_of(model, layers, bits)
+        self.features = cast(MixtureOfLogistics, model.head).projection.out_features
 
     def draw(
         self,
@@ -77,43 +79,84 @@ class FusedDecoder(Decoder):
         settings = settings_of(self.model, self.mix, controls)
         teams, members = _teams(self.model, len(sequence))
         parts = _parts(len(sequence), teams)
-        flags = [team_flags() for _ in range(teams)]
         self.loop_seconds = 0.0
+        for start in range(0, len(parts), teams):
+            together = [
+                self._rows(members, part, state, parameters, sequence, noise)
+                for part in parts[start : start + teams]
+            ]
+            started = time.perf_counter()
+            self.go_through(settings, together, members, first, (first, length), True, progress)
+            self.loop_seconds += time.perf_counter() - started
+
+    def go_through(
+        self,
+        settings: Settings,
+        together: Sequence[Rows],
+        members: int,
+        first: int,
+        steps: tuple[int, int],
+        draws: bool,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Take rows through the steps from `steps[0]` to `steps[1]` - 1, with a team for each.
+
+        Args:
+            first: the step that the rows hold the distribution of at the beginning, and that the
+                first of their uniform numbers belong to.
+            draws: whether values are drawn.
+        """
+        start, stop = steps
+        row_length = self.model.raster.row_length
+        flags = [team_flags() for _ in together]
 
         def work(rows: Rows, team: int, member: int) -> None:
             try:
-                for begin in range(first, length, self.model.raster.row_length):
-                    end = min(begin + self.model.raster.row_length, length)
-                    steps = (first, begin, end, begin == first)
-                    run(self.weights, settings, rows, *steps, True, flags[team], member, members)
+                for begin in range(start, stop, row_length):
+                    end = min(begin + row_length, stop)
+                    which = (first, begin, end, begin == first, draws)
+                    run(self.weights, settings, rows, *which, flags[team], member, members)
                     if flags[team][ABANDONED]:
                         return
                     if progress is not None and member == 0:
-                        progress(len(rows.x) * (end - begin) / (length - first))
+                        progress(len(rows.x) * (end - begin) / (stop - start))
             except BaseException:
                 abandon(flags[team])
                 raise
 
-        with ThreadPoolExecutor(teams * members) as pool:
-            for start in range(0, len(parts), teams):
-                together = [
-                    self._rows(members, part, state, parameters, sequence, noise)
-                    for part in parts[start : start + teams]
-                ]
-                started = time.perf_counter()
-                tasks = [
-                    pool.submit(work, rows, team, member)
-                    for team, rows in enumerate(together)
-                    for member in range(members)
-                ]
-                try:
-                    for task in tasks:
-                        task.result()
-                except BaseException:
-                    for own in flags:
-                        abandon(own)
-                    raise
-                self.loop_seconds += time.perf_counter() - started
+        with ThreadPoolExecutor(len(together) * members) as pool:
+            tasks = [
+                pool.submit(work, rows, team, member)
+                for team, rows in enumerate(together)
+                for member in range(members)
+            ]
+            try:
+                for task in tasks:
+                    task.result()
+            except BaseException:
+                for own in flags:
+                    abandon(own)
+                raise
+
+    def particles(
+        self,
+        state: ModelState,
+        parameters: Float[Tensor, "b p"],
+        sequence: UInt8[np.ndarray, "b n s"],
+        noise: Float[np.ndarray, "b m u"],
+        controls: Controls,
+    ) -> FusedParticles:
+        """See `Decoder`."""
+        teams, members = _teams(self.model, len(sequence))
+        parts = _parts(len(sequence), teams)
+        traced = self.model.raster.row_length
+        rows = [
+            self._rows(members, part, state, parameters, sequence, noise, traced) for part in parts
+        ]
+        settings = settings_of(self.model, self.mix, controls)
+        return FusedParticles(
+            self, settings, parts, rows, (teams, members), sequence, state.position - 1
+        )
 
     def parameters(
         self,
@@ -125,26 +168,11 @@ class FusedDecoder(Decoder):
         known = None if labels is None else torch.from_numpy(labels)
         state = self.model.initial_state(count, known)
         unknown = torch.zeros(count, self.weights.head.width)
-        rows = self._rows(1, slice(0, count), state, unknown, sequence, np.zeros((count, 0, 0)))
-        settings, flags = settings_of(self.model, self.mix, Controls()), team_flags()
-        features = cast(MixtureOfLogistics, self.model.head).projection.out_features
-        result = np.empty((count, length, features), dtype=np.float32)
-        for position in range(length):
-            run(
-                self.weights,
-                settings,
-                rows,
-                0,
-                position,
-                position + 1,
-                False,
-                False,
-                flags,
-                0,
-                1,
-            )
-            result[:, position] = rows.parameters[:, :features]
-        return result
+        nothing = np.zeros((count, 0, 0))
+        rows = self._rows(1, slice(0, count), state, unknown, sequence, nothing, length)
+        settings = settings_of(self.model, self.mix, Controls())
+        run(self.weights, settings, rows, 0, 0, length, False, False, team_flags(), 0, 1)
+        return rows.trace[..., : self.features].copy()
 
     def _rows(
         self,
@@ -154,8 +182,12 @@ class FusedDecoder(Decoder):
         parameters: Float[Tensor, "rows p"],
         sequence: UInt8[np.ndarray, "b n s"],
         noise: Float[np.ndarray, "rows m u"],
+        traced: int = 0,
     ) -> Rows:
-        """Copies of the states of some rows, views of their sequences, and room to work."""
+        """Copies of the states of some rows, views of their sequences, and room to work.
+
+        `traced` is the number of steps of a call whose distributions are wanted.
+        """
         model, weights = self.model, self.weights
         count, width = part.stop - part.start, model.embedding.d_model
 
@@ -175,17 +207,22 @@ class FusedDecoder(Decoder):
         ]
         s, z, keys, recent = (np.stack(arrays) for arrays in zip(*states, strict=True))
         inner = s.shape[2] * s.shape[4]
-        features = features_of(model)
+        features, order = features_of(model), order_of(state.canvas, part, sequence.shape[1])
+        own = sequence[part]
+        if state.canvas is not None:
+            drawn = max(state.position - 1, 0)
+            own[:, :drawn] = state.canvas.first(drawn)[part].numpy()
         return Rows(
             s=s,
             z=z,
             keys=keys,
             recent=recent,
             ones=np.ones(s.shape[3], dtype=np.float32),
-            sequence=sequence[part],
+            order=order,
+            sequence=own,
             label=label,
             noise=noise[part],
-            predicted=room(weights.prediction.shape[3]),
+            predicted=room(weights.prediction.table.shape[4]),
             x=room(width),
             before=room(width),
             given=room(weights.mix.width),
@@ -199,7 +236,62 @@ class FusedDecoder(Decoder):
             whole=room(max(width, inner, features) + 2 * UNROLL, np.int16),
             steps=np.zeros(count, dtype=np.float32),
             parameters=known,
+            trace=np.zeros((count, traced, known.shape[1]), dtype=np.float32),
         )
+
+
+class FusedParticles(Particles):
+    """Particles that go through the compiled loop.
+
+    Args:
+        decoder: compiled code.
+        settings: how to draw.
+        parts: the particles of each micro-batch.
+        rows: the micro-batches, whose sequences are views of `sequence`.
+        teams: how many work at the same time, and their members.
+        sequence: see `Particles`.
+        first: the step that the rows hold the distribution of.
+    """
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        settings: Settings,
+        parts: Sequence[slice],
+        rows: Sequence[Rows],
+        teams: tuple[int, int],
+        sequence: UInt8[np.ndarray, "b n s"],
+        first: int,
+    ) -> None:
+        self.decoder, self.settings, self.parts, self.rows = decoder, settings, parts, rows
+        self.teams, self.members = teams
+        self.sequence, self.first = sequence, first
+
+    def draw(self, start: int, stop: int) -> None:
+        self._go_through(start, stop, True)
+
+    def score(self, start: int, stop: int) -> Float64[np.ndarray, " b"]:
+        self._go_through(start, stop, False)
+        features = self.decoder.features
+        known = np.concatenate([rows.trace[:, : stop - start, :features] for rows in self.rows])
+        values = torch.from_numpy(self.sequence[:, start:stop])
+        log_prob = self.decoder.model.head.log_prob(torch.from_numpy(known), values)
+        scores: np.ndarray = log_prob.double().sum(dim=(1, 2)).numpy()
+        return scores
+
+    def select(self, rows: Int64[np.ndarray, " b"]) -> None:
+        self.sequence[:] = self.sequence[rows]
+        for name in States._fields:
+            states = [getattr(part, name) for part in self.rows]
+            before = np.concatenate(states, axis=1)
+            for part, after in zip(self.parts, states, strict=True):
+                np.take(before, rows[part], axis=1, out=after)
+
+    def _go_through(self, start: int, stop: int, draws: bool) -> None:
+        for begin in range(0, len(self.rows), self.teams):
+            together = self.rows[begin : begin + self.teams]
+            steps = (start, stop)
+            self.decoder.go_through(self.settings, together, self.members, self.first, steps, draws)
 
 
 def _teams(model: ImageTransformer, rows: int) -> tuple[int, int]:

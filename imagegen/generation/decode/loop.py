@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple, no_type_check
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int16, Int64, UInt8
+from jaxtyping import Float32, Float64, Int16, Int64, UInt8
 from numba.extending import overload
 
 from imagegen.generation.decode.attention import (
@@ -22,7 +22,13 @@ from imagegen.generation.decode.attention import (
 )
 from imagegen.generation.decode.compile import compiled, inline
 from imagegen.generation.decode.elementwise import activate, add_scaled, copy, normalize
-from imagegen.generation.decode.embedding import embed, predict
+from imagegen.generation.decode.embedding import (
+    EmbeddingTables,
+    Order,
+    PredictionTables,
+    embed,
+    predict,
+)
 from imagegen.generation.decode.matmul import PANEL
 from imagegen.generation.decode.matrix import Matrix, multiply, round_rows
 from imagegen.generation.decode.mixers import LinearMix, MixSettings, SoftmaxMix
@@ -37,13 +43,10 @@ class Weights(NamedTuple):
     `mixers.Mixer`; `angles` are the cosines and sines of the positions.
     """
 
-    lags: Int64[np.ndarray, " k"]
-    inside: Bool[np.ndarray, "n k"]
-    table: Float32[np.ndarray, "k s v e"]
-    place: Float32[np.ndarray, "n e"]
+    embedding: EmbeddingTables
     condition: Float32[np.ndarray, "labels areas e"]
     area: Int64[np.ndarray, " n"]
-    prediction: Float32[np.ndarray, "k s v p"]
+    prediction: PredictionTables
     mix: Matrix
     rates: Float32[np.ndarray, "l h"]
     mix_norm: Float32[np.ndarray, "l weight_bias m"]
@@ -82,6 +85,7 @@ class Rows(NamedTuple):
     Attributes:
         s, z, keys, recent: states of all layers, changed; see `mixers.States`.
         ones: decays of mechanisms that have none.
+        order: of the steps.
         sequence: levels; those that are drawn are written.
         label: the row of `Weights.condition` that is added to the embedding.
         noise: uniform numbers of the steps from the first one drawn.
@@ -94,6 +98,7 @@ class Rows(NamedTuple):
         choices, work: of each member of the team, to work with; see `work_size`.
         whole, steps: rows as whole numbers; see `matrix.round_rows`.
         parameters: of the distribution of the step; at the end, of the last one.
+        trace: those of all steps of a call that draws nothing; without steps where nobody asks.
     """
 
     s: Float32[np.ndarray, "l r h d m"]
@@ -101,6 +106,7 @@ class Rows(NamedTuple):
     keys: Float32[np.ndarray, "l r h d n"]
     recent: Float32[np.ndarray, "l r w h c"]
     ones: Float32[np.ndarray, " d"]
+    order: Order
     sequence: UInt8[np.ndarray, "r n s"]
     label: Int64[np.ndarray, " r"]
     noise: Float64[np.ndarray, "r n u"]
@@ -116,6 +122,7 @@ class Rows(NamedTuple):
     whole: Int16[np.ndarray, "r i"]
     steps: Float32[np.ndarray, " r"]
     parameters: Float32[np.ndarray, "r p"]
+    trace: Float32[np.ndarray, "r n p"]
 
 
 @no_type_check
@@ -253,8 +260,8 @@ def _distribution(w, settings, rows, shares, position, flags, members):
     _product(before, x.shape[1], w.head, 0, rows, own, shares.head, rows.parameters, flags, members)
     meet(flags, members)
     if predicted.shape[1] > 0:
-        lags, inside, table = w.lags, w.inside, w.prediction
-        predict(rows.sequence, position, lags, inside, table, predicted, first, stop)
+        order, tables = rows.order, w.embedding
+        predict(rows.sequence, position, order, tables, w.prediction, predicted, first, stop)
         components, unit = settings.components, settings.residual_unit
         lay_around(rows.parameters, predicted, components, unit, first, stop)
 
@@ -293,10 +300,8 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
             embed(
                 rows.sequence,
                 position,
-                w.lags,
-                w.inside,
-                w.table,
-                w.place,
+                rows.order,
+                w.embedding,
                 w.condition,
                 w.area,
                 rows.label,
@@ -311,4 +316,6 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
         if draws:
             uniforms = rows.noise[:, position - first]
             _draw(settings, rows, position, uniforms, rows.choices[member], own_first, own_stop)
+        elif rows.trace.shape[1] > 0:
+            copy(rows.parameters, rows.trace[:, position - start], own_first, own_stop)
     # A later call begins with the same shares, so that nobody has to be waited for here.

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from imagegen.generation.decode import mixers
 from imagegen.generation.decode.elementwise import ACTIVATIONS
-from imagegen.generation.decode.embedding import condition_tables, prediction_table, tables_of
+from imagegen.generation.decode.embedding import (
+    KNOWN,
+    condition_tables,
+    prediction_tables,
+    tables_of,
+)
 from imagegen.generation.decode.loop import Settings, Weights
 from imagegen.generation.decode.matmul import PANEL
 from imagegen.generation.decode.matrix import Matrix, matrix
@@ -19,7 +24,6 @@ from imagegen.heads.categorical import Categorical
 from imagegen.heads.controls import Controls
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 from imagegen.model.block import Block, GatedLinearUnit
-from imagegen.model.embeddings import Neighbourhood, ValueAndSinusoid
 from imagegen.model.transformer import ImageTransformer
 
 
@@ -31,7 +35,7 @@ def why_not(model: ImageTransformer) -> str | None:
         return "the model is not on the CPU"
     if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
         return "weights that are not finite"
-    if not isinstance(model.embedding, (ValueAndSinusoid, Neighbourhood)):
+    if not isinstance(model.embedding, KNOWN):
         return f"no tables for {type(model.embedding).__name__}"
     if not isinstance(model.head, (MixtureOfLogistics, Categorical)):
         return f"no sampler for {type(model.head).__name__}"
@@ -87,16 +91,11 @@ def _scales(block: Block, width: int) -> np.ndarray:
 
 def weights_of(model: ImageTransformer, layers: list[Mixer], bits: int) -> Weights:
     """The weights of a model as the loop reads them."""
-    embedding = cast(ValueAndSinusoid | Neighbourhood, model.embedding)
-    tables = tables_of(embedding)
     blocks = cast(list[Block], list(model.blocks))
     return Weights(
-        tables.lags,
-        tables.inside,
-        tables.table,
-        tables.place,
+        tables_of(model.embedding),
         *condition_tables(model),
-        prediction_table(model.prediction, embedding),
+        prediction_tables(model.prediction, model.embedding),
         mix=_groups(layers, bits),
         rates=np.stack([layer.rates for layer in layers]),
         mix_norm=np.stack([layer.norm for layer in layers]),

@@ -1,0 +1,189 @@
+"""What drawing images of a seed has in common: random numbers, options, states, levels of a step.
+
+Axes: `b` batch, `n` position, `u` uniform numbers per step, `p` parameters of a distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from imagegen.core.errors import UserError
+from imagegen.core.inference import inference
+from imagegen.core.machine import limited_threads
+from imagegen.generation.decode import Decoder, choose_decoder
+from imagegen.heads.controls import Controls
+from imagegen.model.transformer import NO_LABEL, ImageTransformer, ModelState
+
+Progress = Callable[[float], None]
+
+# Matrix products round differently for a handful of rows than for many. Batches are filled up to
+# whole groups of this many rows, so that an image does not depend on what is drawn beside it: found
+# with the libraries that PyTorch uses on CPUs.
+ROW_GROUP = 16
+
+
+def uniforms(seed: int, image: int, stream: int, count: int) -> Float[np.ndarray, " count"]:
+    """The random numbers of one image: float64 in the open interval (0, 1).
+
+    They come from a Philox counter keyed by (seed, image), so that image i of a seed is the same
+    whatever is drawn beside it; `stream` tells several completions of one image apart.
+    """
+    # As whole numbers of 64 bits: a list with one above 2^63 would become floats, and rounded.
+    key, counter = (
+        np.array(words, dtype=np.uint64) for words in ([seed, image], [0, 0, 0, stream])
+    )
+    bits = np.random.Philox(key=key, counter=counter).random_raw(count)
+    numbers: np.ndarray = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return numbers
+
+
+def noise(
+    model: ImageTransformer, seed: int, streams: Sequence[tuple[int, int]], first: int, rows: int
+) -> Float[np.ndarray, "rows n u"]:
+    """The random numbers of the steps from `first` on.
+
+    Noise belongs to a position: a completion's does not depend on how much is visible.
+    """
+    length, per_step = model.raster.length, model.head.uniforms_per_step
+    numbers = [uniforms(seed, image, stream, length * per_step) for image, stream in streams]
+    shaped = np.stack(numbers).reshape(len(streams), length, per_step)[:, first:]
+    return np.resize(shaped, (rows, *shaped.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What all images of one call have in common.
+
+    Attributes:
+        seed: of the random numbers.
+        controls: how to draw.
+        labels: image i has labels[i % len(labels)]; None for no labels.
+        progress: called with the number of images done since the last call.
+        decoder: compiled code that draws from the model; None for PyTorch's operations.
+    """
+
+    seed: int
+    controls: Controls
+    labels: tuple[int, ...] | None
+    progress: Progress | None
+    decoder: Decoder | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: ImageTransformer,
+        seed: int,
+        controls: Controls | None,
+        labels: Sequence[int] | None,
+        progress: Progress | None,
+        precision: str = "auto",
+    ) -> Drawing:
+        """What a user asks for, checked.
+
+        Raises:
+            UserError: for labels or controls that the model does not have, or a seed or precision
+            that there is not.
+        """
+        if not 0 <= seed < 2**64:
+            raise UserError(f"seed={seed} must lie between 0 and 2^64 - 1.")
+        controls = controls or Controls()
+        model.head.check(controls)
+        if labels is not None:
+            check_labels(model, labels)
+        elif controls.guidance != 1:
+            raise UserError(
+                f"guidance={controls.guidance} needs labels to guide towards; add label=."
+            )
+        chosen = None if labels is None else tuple(labels)
+        return cls(seed, controls, chosen, progress, choose_decoder(model, controls, precision))
+
+    @property
+    def loop(self) -> str:
+        """Which code draws: images of one differ from those of another by rounding."""
+        return "torch" if self.decoder is None else f"compiled, {self.decoder.precision}"
+
+    @property
+    def copies(self) -> int:
+        """Rows that an image takes: two with guidance, one with and one without its label."""
+        return 1 if self.controls.guidance == 1 else 2
+
+    def labels_of(self, images: Sequence[int], rows: int) -> Int64[Tensor, " b"] | None:
+        """Labels of the images, repeated to fill the rows, then those of the second half.
+
+        They are on the CPU.
+        """
+        if self.labels is None:
+            return None
+        own = np.resize([self.labels[image % len(self.labels)] for image in images], rows)
+        copies = np.full(rows * (self.copies - 1), NO_LABEL)
+        return torch.from_numpy(np.concatenate([own, copies]).astype(np.int64))
+
+
+def check_labels(model: ImageTransformer, labels: Sequence[int]) -> None:
+    """Refuse labels that the model does not know.
+
+    Raises:
+        UserError: for those.
+    """
+    if model.n_classes is None:
+        raise UserError(
+            "this model was trained without labels, so it cannot draw a class; train one with "
+            "model.conditional=true."
+        )
+    if not labels:
+        raise UserError("labels is empty; give at least one.")
+    for label in labels:
+        if not NO_LABEL <= label < model.n_classes:
+            raise UserError(
+                f"label={label} is unknown; the model has labels 0 to {model.n_classes - 1}."
+            )
+
+
+def knows_any_order(model: ImageTransformer) -> bool:
+    """Whether a model takes the visible pixels of any region first, or all in raster order."""
+    return model.order == "any"
+
+
+def first_pixels(
+    model: ImageTransformer, visible: Bool[np.ndarray, "b h w"]
+) -> Bool[Tensor, "b h w"] | None:
+    """The pixels that come first, on the model's device; None for those of the raster."""
+    return torch.from_numpy(visible).to(model.device) if knows_any_order(model) else None
+
+
+def kept_steps(model: ImageTransformer, visible: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, " n"]:
+    """The steps of the raster whose values are kept: all those of each visible pixel."""
+    return visible.repeat(model.raster.steps_per_pixel)
+
+
+def initial_state(
+    model: ImageTransformer,
+    images: Sequence[int],
+    rows: int,
+    drawing: Drawing,
+    order: Bool[Tensor, "rows h w"] | None = None,
+) -> ModelState:
+    """The state before the first step, of `rows` rows (twice as many with guidance).
+
+    Args:
+        order: see `first_pixels`.
+    """
+    labels = drawing.labels_of(images, rows)
+    on_device = None if labels is None else labels.to(model.device)
+    if order is None:
+        return model.initial_state(rows * drawing.copies, on_device)
+    return model.initial_state(rows * drawing.copies, on_device, order.repeat(drawing.copies, 1, 1))
+
+
+@contextmanager
+def no_gradients(model: ImageTransformer) -> Iterator[None]:
+    """Without gradients, dropout or idle threads, leaving the model as it was."""
+    with inference(model), limited_threads():
+        yield

@@ -1,0 +1,268 @@
+"""Particles against exact enumeration: what they draw, what they weigh, what they report."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
+from imagegen.generation import decode, particles
+from imagegen.generation.decode.fused import FusedDecoder
+from imagegen.generation.drawing import Drawing, kept_steps
+from imagegen.generation.particles import Report, draw_particles, estimate_evidence
+from imagegen.generation.sampling_loop import complete, generate
+from imagegen.heads.controls import Controls
+from imagegen.model.transformer import NO_LABEL, ImageTransformer
+from tests.helpers import tiny_model
+
+CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
+NEIGHBOURHOOD = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
+TOYS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
+    "grey": (ImageSpec(3, 3, 1, 3), {"head": CATEGORICAL}),
+    "sub-pixels": (ImageSpec(2, 2, 2, 3), {"head": CATEGORICAL}),
+    "pixels": (ImageSpec(2, 2, 2, 3), {"tokens": "pixel"}),
+}
+
+
+def toy(kind: str, **more: Any) -> ImageTransformer:
+    spec, options = TOYS[kind]
+    model = tiny_model(spec, seed=3, **{"embedding": NEIGHBOURHOOD, **options, **more})
+    with torch.no_grad():
+        # Values have to depend on each other more than those of an untrained model do.
+        model.head.projection.weight.mul_(3)
+    return model
+
+
+def _every_image(spec: ImageSpec) -> torch.Tensor:
+    values = list(itertools.product(range(spec.levels), repeat=spec.dims))
+    return torch.tensor(values, dtype=torch.uint8).view(-1, *spec.shape)
+
+
+def exact_conditional(
+    model: ImageTransformer,
+    image: np.ndarray,
+    visible: np.ndarray,
+    weighed: torch.Tensor,
+    drawn: torch.Tensor,
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The images that keep the visible pixels, their probabilities, and that of the kept values.
+
+    Kept steps count by log-probabilities `weighed`, the others by those `drawn`, both "image n", of
+    every image. The last probability is given the values before the first missing one.
+    """
+    every = _every_image(model.spec).numpy()
+    fits = (every == image)[:, visible].reshape(len(every), -1).all(axis=1)
+    kept = kept_steps(model, visible)
+    logs = torch.where(torch.from_numpy(kept), weighed, drawn)[torch.from_numpy(fits)]
+    joint = logs[:, int(kept.argmin()) :].sum(dim=1).double().exp().numpy()
+    return every[fits], joint / joint.sum(), float(joint.sum())
+
+
+@torch.no_grad()
+def log_prob_of_all(model: ImageTransformer, **options: Any) -> torch.Tensor:
+    return model.log_prob(_every_image(model.spec), **options).sum(dim=-1)
+
+
+def _chi_squared(drawn: np.ndarray, images: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
+    """Hotelling's statistic of completions "run k h w c" and its degrees of freedom.
+
+    Runs are independent, the completions of one are not. Rare images are left out.
+    """
+    runs, per_run = drawn.shape[:2]
+    found = (drawn[:, :, None] == images).reshape(runs, per_run, len(images), -1).all(axis=3)
+    assert found.any(axis=2).all()
+    likely = np.argsort(-exact)[:6]
+    likely = likely[exact[likely] * runs * per_run > 20]
+    assert len(likely) > 2
+    shares = found[:, :, likely].mean(axis=1)
+    distance = shares.mean(axis=0) - exact[likely]
+    # Images that are never drawn would leave it singular.
+    covariance = np.cov(shares.T) / runs + 1e-9 * np.eye(len(likely))
+    return float(distance @ np.linalg.solve(covariance, distance)), len(likely)
+
+
+def _agrees(drawn: np.ndarray, images: np.ndarray, exact: np.ndarray) -> bool:
+    statistic, freedom = _chi_squared(drawn, images, exact)
+    return statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def mask_of(kind: str) -> np.ndarray:
+    """Several runs of missing and of kept pixels, the first of them kept."""
+    hidden = {"grey": [1, 3, 4, 7], "sub-pixels": [1, 3], "pixels": [0, 2]}[kind]
+    spec = TOYS[kind][0]
+    visible = np.ones(spec.height * spec.width, dtype=bool)
+    visible[hidden] = False
+    return visible.reshape(spec.height, spec.width)
+
+
+RUNS, COMPLETIONS = 40, 16
+
+
+def _run(
+    model: ImageTransformer, visible: np.ndarray, **options: Any
+) -> tuple[np.ndarray, np.ndarray, list[Report]]:
+    """An image, and completions of it in independent runs: copies with numbers of their own."""
+    # As likely as those that the model draws.
+    image = next(generate(model, 1, seed=2))[0]
+    reports: list[Report] = []
+    drawn = complete(
+        model,
+        np.repeat(image[None], RUNS, axis=0),
+        np.repeat(visible[None], RUNS, axis=0),
+        COMPLETIONS,
+        particles=128,
+        report=lambda _, report: reports.append(report),
+        **options,
+    )
+    return image, drawn, reports
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled", "resampled"),
+    [
+        ("grey", False, 0.5),
+        ("grey", True, 1.0),
+        ("sub-pixels", False, 1.0),
+        ("pixels", False, 1.0),
+        ("pixels", True, 0.8),
+    ],
+)
+def test_the_distribution_given_what_is_kept(
+    kind: str, compiled: bool, resampled: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SHORTEST", 1 if compiled else 1 << 30)
+    monkeypatch.setattr(particles, "RESAMPLED", resampled)
+    model, visible = toy(kind), mask_of(kind)
+    image, drawn, reports = _run(model, visible, seed=5, precision="32")
+    assert (sum(report.resamplings for report in reports) > RUNS / 2) == (resampled > 0.5)
+    logs = log_prob_of_all(model)
+    possible, exact, evidence = exact_conditional(model, image, visible, logs, logs)
+    assert _agrees(drawn, possible, exact)
+    # The model on its own, without regard to the kept pixels, would be told apart.
+    _, blind, _ = exact_conditional(model, image, visible, torch.zeros_like(logs), logs)
+    assert not _agrees(drawn, possible, blind)
+    ratios = np.exp([report.log_evidence for report in reports]) / evidence
+    assert abs(ratios.mean() - 1) < 4 * ratios.std() / np.sqrt(RUNS)
+
+
+def test_the_evidence_is_right_on_average_with_few_particles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(particles, "RESAMPLED", 0.9)
+    model, visible, runs = toy("grey"), mask_of("grey"), 200
+    image = next(generate(model, 1, seed=2))[0]
+    kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
+    reports = [estimate_evidence(model, image, kept, i, drawing, 2) for i in range(runs)]
+    assert sum(report.resamplings for report in reports) > 20
+    logs = log_prob_of_all(model)
+    ratios = np.exp([report.log_evidence for report in reports])
+    ratios /= exact_conditional(model, image, visible, logs, logs)[2]
+    assert abs(ratios.mean() - 1) < 3 * ratios.std() / np.sqrt(runs)
+    assert ratios.std() > 0.2
+
+
+def test_controls_change_what_is_drawn_not_what_is_weighed() -> None:
+    model, visible = toy("grey"), mask_of("grey")
+    image, drawn, _ = _run(model, visible, controls=Controls(temperature=0.5))
+    sequences = model.raster.to_sequence(_every_image(model.spec))
+    with torch.no_grad():
+        logits = model.parameters_of(sequences)
+    cooled = model.head.log_prob(logits / 0.5, sequences).sum(dim=-1)
+    assert _agrees(
+        drawn, *exact_conditional(model, image, visible, log_prob_of_all(model), cooled)[:2]
+    )
+    assert not _agrees(drawn, *exact_conditional(model, image, visible, cooled, cooled)[:2])
+
+
+def test_where_nothing_is_left_to_chance_one_particle_is_all_of_them() -> None:
+    model, visible = toy("grey"), mask_of("grey")
+    image = next(generate(model, 1, seed=2))
+    for count in (1, 9):
+        reports: list[Report] = []
+        greedy = complete(
+            model,
+            image,
+            visible[None],
+            2,
+            controls=Controls(temperature=0.0),
+            particles=count,
+            report=lambda _, report, reports=reports: reports.append(report),  # type: ignore[misc]
+        )
+        assert np.array_equal(greedy[:, 0], greedy[:, 1])
+        assert (reports[0].particles, reports[0].collapsed) == (1, False)
+
+
+def test_guidance_changes_what_is_drawn_not_what_is_weighed() -> None:
+    model, visible = toy("grey", n_classes=2), mask_of("grey")
+    with torch.no_grad():
+        model.label.weight.mul_(8)  # type: ignore[union-attr]
+    every = _every_image(model.spec)
+    controls = Controls(guidance=2.5)
+    image, drawn, _ = _run(model, visible, labels=[1], controls=controls)
+    sequences = model.raster.to_sequence(every)
+    with torch.no_grad():
+        with_it, without = (
+            model.parameters_of(sequences, torch.full((len(every),), label)).log_softmax(-1)
+            for label in (1, NO_LABEL)
+        )
+    guided = (without + 2.5 * (with_it - without)).log_softmax(-1)
+    guided = guided.gather(-1, sequences.long()).squeeze(-1)
+    weighed = log_prob_of_all(model, labels=torch.ones(len(every), dtype=torch.int64))
+    assert _agrees(drawn, *exact_conditional(model, image, visible, weighed, guided)[:2])
+    assert not _agrees(drawn, *exact_conditional(model, image, visible, weighed, weighed)[:2])
+
+
+def test_completions_spread_over_the_particles() -> None:
+    """The first few of them already hold what all of them do, each as often as it is likely."""
+    model, visible = toy("grey"), mask_of("grey")
+    image = next(generate(model, 1, seed=2))[0]
+    kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
+    many, report = draw_particles(model, image, kept, 0, range(256), drawing, 256)
+    few, _ = draw_particles(model, image, kept, 0, range(8), drawing, 256)
+    np.testing.assert_array_equal(few, many[:8])
+    frequent, counts = np.unique(many.reshape(256, -1), axis=0, return_counts=True)
+    assert 4 <= len(frequent) <= report.distinct
+    hits = (few.reshape(8, 1, -1) == frequent[counts > 64]).all(axis=2).sum(axis=0)
+    # Neighbours of equal shares hold eight points at intervals of an eighth, to within two.
+    assert (np.abs(hits - counts[counts > 64] / 32) <= 2).all()
+
+
+def test_a_report_knows_whether_the_particles_have_collapsed() -> None:
+    assert Report(256, 7.2, 3, 200, 0.0).collapsed
+    assert Report(256, 90.0, 3, 5, 0.0).left == 5
+    assert not Report(256, 9.0, 3, 12, 0.0).collapsed
+    assert not Report(1, 1.0, 0, 1, 0.0).collapsed
+
+
+def test_compiled_particles_are_those_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three micro-batches, two of them at a time, whose states are exchanged."""
+    from imagegen.generation.decode import fused
+
+    monkeypatch.setattr(fused, "MICRO_BATCH", 12)
+    spec = ImageSpec(5, 4, 1, 17)
+    model = tiny_model(spec, embedding=NEIGHBOURHOOD, n_layers=2)
+    image = np.random.default_rng(0).integers(0, 17, spec.shape).astype(np.uint8)
+    monkeypatch.setattr(particles, "RESAMPLED", 0.99)
+    visible = np.arange(20).reshape(5, 4) % 4 < 2
+    found = []
+    for decoder in (None, FusedDecoder(model)):
+        drawing = Drawing(3, Controls(), None, None, decoder)
+        kept = kept_steps(model, visible)
+        found.append(draw_particles(model, image, kept, 0, range(30), drawing, 30))
+    (drawn, report), (expected, wanted) = found
+    assert (drawn == expected).reshape(30, -1).all(axis=1).mean() >= 0.9
+    assert report.log_evidence == pytest.approx(wanted.log_evidence, abs=0.02)
+    assert report.resamplings == wanted.resamplings >= 1
+
+
+def test_a_diverged_model_is_refused() -> None:
+    model, visible = toy("grey"), mask_of("grey")
+    with torch.no_grad():
+        next(model.head.parameters()).fill_(torch.nan)
+    with pytest.raises(UserError, match="no probability for a pixel that is kept, so its training"):
+        complete(model, np.zeros((1, 3, 3, 1), np.uint8), visible[None], 1, particles=4)
