@@ -23,7 +23,8 @@ def test_half_of_the_images_are_mirrored_and_the_model_is_told(
     monkeypatch.setattr(module, "log", lambda *_, **__: None)
     seen: dict[str, Any] = {}
 
-    def keep(images: torch.Tensor, labels: Any, flipped: torch.Tensor | None) -> torch.Tensor:
+    def keep(images: torch.Tensor, labels: Any, flipped: Any, visible: Any) -> torch.Tensor:
+        assert visible is None
         seen.update(images=images, flipped=flipped)
         return torch.zeros(len(images))
 
