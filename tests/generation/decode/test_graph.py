@@ -60,6 +60,17 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
             "flips": True,
         },
     ),
+    "any order": (
+        COLOUR,
+        {
+            "embedding": NEIGHBOURHOOD,
+            "order": "any",
+            "tokens": "pixel",
+            "linear_prediction": True,
+            "n_classes": 3,
+            "label_grid": 2,
+        },
+    ),
     "favor": (GREY, _attention("linear.LinearAttention", feature_map="favor")),
     "local": (GREY, _attention("local.LocalAttention", window=3)),
 }
