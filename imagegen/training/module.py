@@ -43,7 +43,8 @@ class ImageModule(LightningModule):
     of any order are given a random region of each training image, whose visible values have the
     weight `model.visible_weight` in that average, over all values of the batch: each missing value
     weighs the same, whether it is one of few or of a whole image. Visible values are computed
-    anyway; learning them too, each from the visible ones before, made most missing ones better (docs/regions.md).
+    anyway; learning them too, each from the visible ones before, made most missing ones better
+    (docs/regions.md).
 
     Args:
         model: the network.
