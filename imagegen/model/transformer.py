@@ -60,6 +60,7 @@ class ImageTransformer(nn.Module):
             sides. `raster` knows no regions.
         whole_images: share of training images of which nothing is visible, with `order=any`; the
             others get a random region.
+        visible_weight: of visible values in the loss, 0 to 1; missing ones have 1.
 
     Raises:
         UserError: for sizes and names that make no model.
@@ -81,12 +82,14 @@ class ImageTransformer(nn.Module):
         flips: bool = False,
         order: str = "raster",
         whole_images: float = 0.25,
+        visible_weight: float = 1.0,
     ) -> None:
         super().__init__()
         for name, size in {"n_layers": n_layers, "label_grid": label_grid}.items():
             if size < 1:
                 raise UserError(f"model.{name}={size} must be at least 1.")
-        for name, share in {"label_dropout": label_dropout, "whole_images": whole_images}.items():
+        shares = {"label_dropout": label_dropout, "whole_images": whole_images}
+        for name, share in {**shares, "visible_weight": visible_weight}.items():
             if not 0 <= share <= 1:
                 raise UserError(f"model.{name}={share} must lie between 0 and 1.")
         d_model = block.d_model
@@ -94,7 +97,7 @@ class ImageTransformer(nn.Module):
         self.raster = Raster(spec, tokens)
         self.n_classes = n_classes
         self.label_dropout = label_dropout
-        self.order, self.whole_images = order, whole_images
+        self.order, self.whole_images, self.visible_weight = order, whole_images, visible_weight
         self.embedding = build_embedding(embedding, d_model, self.raster, order)
         self.label = None
         if n_classes is not None:

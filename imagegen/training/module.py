@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,9 +40,11 @@ class ImageModule(LightningModule):
     """Trains an `ImageTransformer` by maximum likelihood.
 
     The loss is bits/dim: the negative log2-likelihood, averaged over dimensions and images. Models
-    of any order are given a random region of each training image; the loss is then that of the
-    missing values given the visible ones, averaged over all missing values of the batch. So each
-    value weighs the same: few of a small hole, all of an image drawn from nothing.
+    of any order are given a random region of each training image, whose visible values have the
+    weight `model.visible_weight` in that average, over all values of the batch: each missing value
+    weighs the same, whether it is one of few or of a whole image. Visible values are computed
+    anyway; learning them too, each from the visible ones before, made most missing ones better
+    (docs/regions.md).
 
     Args:
         model: the network.
@@ -68,14 +71,14 @@ class ImageModule(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean bits/dim of a batch, a random half of it mirrored if the model knows of that."""
-        images, flipped, visible = batch["images"], None, None
+        images, flipped = batch["images"], None
         if self.model.flip is not None:
             flipped = torch.rand(len(images), device=images.device) < 0.5
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(2), images)
         if self.model.order == "any":
-            visible = self._regions(images, self.model.whole_images)
-        bits = self.model.bits_per_dim(images, batch.get("labels"), flipped, visible)
-        loss = bits.mean() if visible is None else _over_hidden_values(bits, visible)
+            loss = self._region_loss(images, batch.get("labels"), flipped)
+        else:
+            loss = self.model.bits_per_dim(images, batch.get("labels"), flipped).mean()
         # Each process has a share of the batch; one alone would report its own.
         several = self.trainer.world_size > 1
         self.log(
@@ -112,6 +115,15 @@ class ImageModule(LightningModule):
                 self.val_bits_per_hidden_value,
                 batch_size=len(images),
             )
+
+    def _region_loss(self, images: Tensor, labels: Tensor | None, flipped: Tensor | None) -> Tensor:
+        """Mean bits of the values of a batch, in the order of a random region of each image."""
+        visible = self._regions(images, self.model.whole_images)
+        nats = -self.model.log_prob(images, labels, flipped, visible).mean(dim=2)
+        kept = visible.flatten(1).sum(dim=1, keepdim=True) * self.model.raster.steps_per_pixel
+        step = torch.arange(nats.shape[1], device=nats.device)
+        weight = torch.where(step < kept, self.model.visible_weight, 1.0)
+        return (nats * weight).sum() / (weight.sum() * math.log(2))
 
     def _regions(
         self, images: Tensor, whole: float, generator: torch.Generator | None = None
@@ -196,9 +208,3 @@ class ImageModule(LightningModule):
         for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in groups]
-
-
-def _over_hidden_values(bits: Tensor, visible: Tensor) -> Tensor:
-    """The mean over the hidden values of a batch, from that of each image."""
-    hidden = (~visible).flatten(1).sum(dim=1)
-    return (bits * hidden).sum() / hidden.sum()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,37 +46,37 @@ def test_a_resumed_run_takes_the_very_steps(
     assert load_checkpoint(whole).model.order == "any"
 
 
-class _Trainer:
-    world_size = 1
-    progress_bar_callback = None
-
-
-@pytest.mark.parametrize("whole_images", [0.0, 1.0])
-def test_the_loss_is_the_mean_over_hidden_values(
-    whole_images: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("whole_images", "weight"), [(0.0, 0.0), (0.0, 0.5), (1.0, 0.0)])
+def test_the_loss_is_the_mean_over_values(
+    whole_images: float, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = ImageSpec(6, 5, 1, 17)
+    spec = ImageSpec(6, 5, 3)
     embedding = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
-    model = tiny_model(spec, embedding=embedding, order="any", whole_images=whole_images)
-    module: Any = ImageModule(model, optimizer=lambda parameters: None)
-    module._trainer = _Trainer()
-    monkeypatch.setattr(ImageModule, "log", lambda *args, **options: None)
+    options = {"whole_images": whole_images, "visible_weight": weight}
+    model = tiny_model(spec, embedding=embedding, order="any", **options)
+    module: Any = ImageModule(model, torch.optim.SGD)
+    module.trainer = SimpleNamespace(world_size=1, progress_bar_callback=None)
+    monkeypatch.setattr(module, "log", lambda *_, **__: None)
     given: list[torch.Tensor] = []
-    score = model.bits_per_dim
+    score = model.log_prob
 
     def spied(*args: Any) -> torch.Tensor:
         given.append(args[3])
         return score(*args)
 
-    monkeypatch.setattr(model, "bits_per_dim", spied)
-    images = torch.randint(0, 17, (8, *spec.shape), dtype=torch.uint8)
+    monkeypatch.setattr(model, "log_prob", spied)
+    images = torch.randint(0, 256, (8, *spec.shape), dtype=torch.uint8)
     torch.manual_seed(1)
     loss = module.training_step({"images": images}, 0)
     (visible,) = given
     assert visible.flatten(1).any(dim=1).any() == (whole_images == 0)
-    log_prob = model.log_prob(images, visible=visible)
     total = count = 0.0
-    for row, kept in zip(log_prob, visible.flatten(1).sum(dim=1), strict=True):
-        total -= row[kept:].double().sum().item() / torch.log(torch.tensor(2.0)).item()
-        count += len(row) - int(kept)
+    for row, kept in zip(score(images, visible=visible), visible.sum(dim=(1, 2)), strict=True):
+        of_visible, of_missing = row.flatten().double().split([3 * int(kept), 90 - 3 * int(kept)])
+        total -= (weight * of_visible.sum() + of_missing.sum()).item() / math.log(2)
+        count += weight * len(of_visible) + len(of_missing)
     assert loss.item() == pytest.approx(total / count, rel=1e-5)
+    if weight == 0:
+        bits = model.bits_per_dim(images, visible=visible)
+        missing = (~visible).sum(dim=(1, 2))
+        assert loss.item() == pytest.approx(((bits * missing).sum() / missing.sum()).item())
