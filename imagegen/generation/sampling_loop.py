@@ -270,7 +270,7 @@ def particles_for(
         return given or PARTICLES
     if given is not None:
         raise UserError(
-            f"particles={given} has no effect, for all that is kept comes before what is drawn; "
+            f"particles={given} has no effect, because all that is kept comes before what is drawn; "
             "leave it out."
         )
     return None
