@@ -270,8 +270,8 @@ def particles_for(
         return given or PARTICLES
     if given is not None:
         raise UserError(
-            f"particles={given} has no effect, because all that is kept comes before what is drawn; "
-            "leave it out."
+            f"particles={given} has no effect, because all that is kept comes before what is "
+            "drawn; leave it out."
         )
     return None
 

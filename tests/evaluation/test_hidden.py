@@ -106,7 +106,7 @@ def test_evaluates_hidden_pixels(
         (["visible=left:0.5", "classify=true"], "visible and classify do not go together"),
         (["visible=left:0.5", "precision=32"], "visible and precision do not go together"),
         (["particles=9"], "particles=9 needs visible=; add it"),
-        (["visible=0.5", "particles=9"], "particles=9 has no effect, for all that is kept"),
+        (["visible=0.5", "particles=9"], "particles=9 has no effect, because all that is kept"),
         (["visible='rectangle:[0,0,9,9]'"], "ends at row 9 and column 9, but the images have 8x8"),
     ],
 )

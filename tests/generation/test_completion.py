@@ -207,7 +207,7 @@ def test_the_images_to_complete_are_not_replaced(grey: Path, tmp_path: Path) -> 
         (["mask=nowhere.png"], "mask=.*nowhere.png does not exist"),
         (["mask=[a,b]"], r"mask=\['a', 'b'\], but it must be one path"),
         (["particles=0", "visible=left:0.5"], "particles=0, but it must be a whole number"),
-        (["particles=9"], "particles=9 has no effect, for all that is kept comes before"),
+        (["particles=9"], "particles=9 has no effect, because all that is kept comes before"),
         (["visible_rows=8"], "visible_rows=8, but it must be .* from 0 to 7"),
         (["visible_rows=-1"], "visible_rows=-1, but"),
         (["visible=0.5", "visible_rows=2"], "visible and visible_rows are both"),
