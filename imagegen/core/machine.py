@@ -352,6 +352,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "usable_cpus": usable_cpus(),
         "threads": torch.get_num_threads(),
+        "tf32": torch.get_float32_matmul_precision() != "highest",
         "memory_bytes": _memory(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "system": platform.platform(),

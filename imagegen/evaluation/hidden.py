@@ -51,8 +51,13 @@ def score_region(
             model, images, visible, count or 1, batch_size, advance, labels
         )
     few = sum(report.collapsed for report in reports.values())
-    kept = float(visible.mean())
-    return scores, {"visible": region.typed, "kept": kept, "particles": count, "few_particles": few}
+    return scores, {
+        "visible": region.typed,
+        "kept": float(visible.mean()),
+        "particles": count,
+        "few_particles": few,
+        "loop": None if count is None else Drawing.of(model, 0, None, None, None).loop,
+    }
 
 
 def in_words(result: Mapping[str, Any]) -> str:
@@ -60,7 +65,7 @@ def in_words(result: Mapping[str, Any]) -> str:
     words = f"visible={result['visible']}"
     if result["particles"] is None:
         return words
-    words += f", by {result['particles']} particles: too low rather than too high"
+    words += f", by {result['particles']} particles, {result['loop']}: too low rather than too high"
     few = result["few_particles"]
     return f"{words}, above all for {few} images that were left with few" if few else words
 

@@ -28,10 +28,12 @@ from imagegen.generation.job_folder import FINISHED, JobFolder, check_out, job_f
 from imagegen.generation.options import SampleOptions, labels_of
 
 if TYPE_CHECKING:
+    import torch
+
     from imagegen.generation.drawing import Drawing
     from imagegen.model.transformer import ImageTransformer
 else:  # Annotations are checked in tests; these are imported late.
-    Drawing = ImageTransformer = Any
+    Drawing = ImageTransformer = torch = Any
 
 DEFAULT_IMAGES = 64
 MAX_COLUMNS = 32  # labels side by side in a grid
@@ -122,11 +124,20 @@ def run(config: Mapping[str, Any]) -> Path:
     }
     shared = options.part is not None
     with job_folder(options.out, settings, options.resume, shared) as folder:
-        _fill(work, folder, options)
+        _fill(work, folder, options, _how(drawing, device))
     return options.out
 
 
-def _fill(work: Work, folder: JobFolder, options: SampleOptions) -> None:
+def _how(drawing: Drawing, device: torch.device) -> str:
+    """What draws, and why on this machine; why no faster loop does has been said before."""
+    from imagegen.generation.decode import machine_choice
+
+    if drawing.decoder is None:
+        return f"drawing on {device} with PyTorch's operations"
+    return f"drawing on {device}, {drawing.loop} ({machine_choice(device).reason})"
+
+
+def _fill(work: Work, folder: JobFolder, options: SampleOptions, how: str) -> None:
     """Draw what is missing of this process' part; the process that ends last finishes the job."""
     images = _part(work.n, options.part)
     files = work.files(images)
@@ -135,6 +146,7 @@ def _fill(work: Work, folder: JobFolder, options: SampleOptions) -> None:
         print(f"nothing is missing in {options.out}")
         return
     folder.begin()
+    print(how, flush=True)
     work.prepare(folder, images)
     seconds = _draw(work, {files[name]: name for name in missing}, folder)
     rate = len(missing) / seconds if missing else None

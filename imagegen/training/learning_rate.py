@@ -22,7 +22,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer, seed_everythin
 
 from imagegen.core.build import build
 from imagegen.core.errors import UserError
-from imagegen.core.machine import training_precision
+from imagegen.core.machine import TF32, prepare, training_precision
 from imagegen.core.values import plain
 from imagegen.data.base import ImageDataset
 from imagegen.data.datamodule import ImageDataModule
@@ -159,4 +159,6 @@ def _train(
 
 def _relevant(trainer: Mapping[str, Any]) -> dict[str, Any]:
     names = ("accelerator", "devices", "precision", "gradient_clip_val", "accumulate_grad_batches")
-    return training_precision({name: trainer[name] for name in names if name in trainer})[0]
+    options, precision = training_precision({n: trainer[n] for n in names if n in trainer})
+    prepare(tf32=precision.value == TF32)
+    return options

@@ -142,7 +142,12 @@ class TrainingRun:
             tf32=precision.value == TF32,
         )
         device = self.trainer.strategy.root_device
-        self.machine = {**describe(device), "precision": precision.value}
+        self.machine = {
+            **describe(device),
+            "precision": precision.value,
+            "precision_reason": precision.reason,
+            "threads_reason": threads.reason,
+        }
         # Whoever resumes this run says so anew.
         kept = [text for text in overrides if not text.startswith("resume=")]
         placed = _placed(config["dataset"])

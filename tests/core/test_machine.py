@@ -362,6 +362,9 @@ def test_runs_say_and_record_it(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["machine"]["precision"] == expected
     assert summary["machine"]["usable_cpus"] >= 1
+    assert summary["machine"]["precision_reason"]
+    assert "can be used" in summary["machine"]["threads_reason"]
+    assert summary["machine"]["tf32"] is False
     assert f"precision: {expected}" in (run / "config.yaml").read_text()
     for name in ("best", "last"):
         saved = torch.load(run / f"checkpoints/{name}.ckpt", weights_only=True)[KEY]
@@ -379,8 +382,10 @@ def test_runs_say_and_record_it(
     assert run_train(monkeypatch, f"resume={run}", *typed) == 0
     assert f"{other}: as configured; the run had {expected} until now" in capsys.readouterr().out
 
+    capsys.readouterr()
     out = sample(run, tmp_path / "out", "n=2")
     assert manifest(out)["machine"]["processor"] == machine.processor()
+    assert "drawing on cpu" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_does_not_say_it(

@@ -90,7 +90,8 @@ def test_evaluates_hidden_pixels(
     assert "bits_per_dim" not in result
     assert result["bits_per_hidden_value"] == pytest.approx(math.log2(17), abs=1)
     said = capsys.readouterr().out
-    assert "bits per hidden value (visible=left:0.5, by 20 particles: too low rather than" in said
+    assert "bits per hidden value (visible=left:0.5, by 20 particles, " in said
+    assert f"20 particles, {result['loop']}: too low rather than too high" in said
     whole = evaluate(ckpt, "limit=5", "visible=0")
     scores = score_images(tiny_model(Digits().spec), Digits().split("test").images[:5])
     assert whole["bits_per_hidden_value"] == pytest.approx(scores.mean(), rel=1e-5)

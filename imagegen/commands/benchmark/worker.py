@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -168,6 +169,10 @@ def _serve(connection: Connection, job: Job) -> None:
 def _prepared(job: Job) -> tuple[Callable[[], Sequence[float] | None], Meter | None]:
     import torch
 
+    from imagegen.core.machine import prepare
+
+    # As every command computes, unless PyTorch's own variable says otherwise.
+    prepare(tf32=os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1")
     torch.set_num_threads(job.threads)
     go = job.prepare()
     return go, meter_for(torch.device(job.device))

@@ -227,7 +227,10 @@ def machine_choice(device: torch.device) -> Choice:
     from imagegen.generation.decode.compile import target
     from imagegen.generation.decode.integer import is_supported
 
-    sets = ", ".join(target().instruction_sets) or "neither FMA nor AVX2"
+    compiled = target()
+    sets = ", ".join(compiled.instruction_sets) or (
+        "neither FMA nor AVX2" if compiled.is_x86 else compiled.processor
+    )
     precision = "int16" if is_supported() else "float32"
     return Choice(f"compiled loop, {precision}", f"compiled for {sets}")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from imagegen.cli.entry import PROJECT_ROOT, compose
-from imagegen.commands.benchmark import plot
+from imagegen.commands.benchmark import plot, worker
 from imagegen.commands.benchmark.contestants import choose_mechanisms, typed
 from imagegen.commands.benchmark.measure import Plan, Point, measure
 from imagegen.commands.benchmark.scaling import growth, main, markdown, tabled
@@ -347,6 +347,27 @@ def test_what_is_refused_is_told_and_the_rest_goes_on() -> None:
         "16 positions: 1 measured",
         "32 positions: 2 measured",
     ]
+
+
+class Convolutions:
+    """A job that says whether a GPU would compute float32 convolutions in TF32."""
+
+    threads, device = 1, "cpu"
+
+    def prepare(self) -> Any:
+        return lambda: [float(torch.backends.cudnn.allow_tf32)]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_workers_compute_as_other_commands_do(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not allowed)
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", str(int(allowed)))
+    before = torch.get_float32_matmul_precision()
+    go, _ = worker._prepared(Convolutions())
+    torch.set_float32_matmul_precision(before)
+    assert go() == [float(allowed)]
 
 
 @pytest.mark.parametrize(("broken", "why"), [("", "no memory"), ("a", "it is broken")])

@@ -26,6 +26,8 @@ LINEAR, SOFTMAX, DECAYED = (
 ARM, X86 = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2"
 AVX512 = f"{AVX2},+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx512cd,+avx512vnni"
+ON_HASWELL = ("FMA AVX2", r"vfmadd vpmaddwd.*ymm", "fmaf|zmm|vpdpwssd")
+ON_ICE_LAKE = ("FMA AVX2 AVX-512", "vfmadd vpdpwssd.*ymm", "fmaf")
 on_x86 = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="runs x86 instructions"
 )
@@ -61,18 +63,17 @@ def _run(arguments: list[str], processor: str, features: str) -> str:
             *("", "mulps addps", "fmaf|vfmadd|ymm"),
             marks=pytest.mark.slow,
         ),
+        (X86, "haswell", AVX2, [LINEAR], *ON_HASWELL),
+        (X86, "icelake-server", AVX512, [LINEAR], *ON_ICE_LAKE),
         pytest.param(
-            *(X86, "haswell", AVX2, [LINEAR, SOFTMAX, DECAYED]),
-            *("FMA AVX2", r"vfmadd vpmaddwd.*ymm", "fmaf|zmm|vpdpwssd"),
-            marks=pytest.mark.slow,
+            *(X86, "haswell", AVX2, [SOFTMAX, DECAYED], *ON_HASWELL), marks=pytest.mark.slow
         ),
         pytest.param(
-            *(X86, "icelake-server", AVX512, [LINEAR, SOFTMAX, DECAYED]),
-            *("FMA AVX2 AVX-512", "vfmadd vpdpwssd.*ymm", "fmaf"),
+            *(X86, "icelake-server", AVX512, [SOFTMAX, DECAYED], *ON_ICE_LAKE),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["AArch64", "Apple", "x86-64", "AVX2", "AVX-512"],
+    ids=["AArch64", "Apple", "x86-64", "AVX2", "AVX-512", "AVX2, others", "AVX-512, others"],
 )
 def test_compiled_for_another_processor(
     triple: str,
