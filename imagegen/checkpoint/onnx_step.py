@@ -57,7 +57,8 @@ class SingleStep(nn.Module):
         before = dataclasses.replace(before, labels=label)
         parameters, after = self.model.step(token.to(torch.uint8), before)
         found = dict(named_tensors(after))
-        return parameters, *(found[name] for name in self.state)
+        # PyTorch 2.9 gives an input that is an output as well a name of its own.
+        return parameters, *(found[name].clone() for name in self.state)
 
     def inputs(self, batch: int) -> dict[str, Tensor]:
         """Of the first step, by name."""

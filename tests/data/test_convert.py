@@ -51,12 +51,13 @@ def test_transparency_lies_over_white(tmp_path: Path, channels: int) -> None:
 
 def test_grey_with_alpha(tmp_path: Path) -> None:
     pixels = np.array([[[100, 255], [100, 0]]], np.uint8)
-    image = read_image(saved(tmp_path, Image.fromarray(pixels, "LA")), 1)
+    image = read_image(saved(tmp_path, Image.fromarray(pixels)), 1)
     assert image[..., 0].tolist() == [[100, 255]]
 
 
 def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
-    image = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
+    image = Image.new("P", (2, 1))
+    image.putdata([0, 1])
     image.putpalette([10, 20, 30, 40, 50, 60])
     assert read_image(saved(tmp_path, image), 3).tolist() == [[[10, 20, 30], [40, 50, 60]]]
     path = saved(tmp_path, image, transparency=1)
