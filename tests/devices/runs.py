@@ -61,9 +61,9 @@ def everything_on(simulation: Simulation) -> Iterator[None]:
         yield
 
 
-def trains_and_resumes(simulation: Simulation, folder: Path) -> None:
+def trains_and_resumes(simulation: Simulation, folder: Path, *more: str) -> None:
     """`train.py`, pictures of validations included, and on from its checkpoint."""
-    options_ = (*SMALL, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9")
+    options_ = (*SMALL, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9", *more)
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
         assert run_train(patch, *options_, "trainer.max_epochs=1") == 0
         assert len(list((folder / "samples").iterdir())) == 2
