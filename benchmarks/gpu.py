@@ -192,14 +192,21 @@ class Commands:
             *options,
         )
 
-    @property
-    def ckpt(self) -> str:
-        """The run that is drawn from and scored."""
-        return f"ckpt={self.out / 'train-pictures'}"
+    def training_on_pictures(self, name: str, *options: str) -> list[str]:
+        """Long enough images that steps are recorded, in the pictures of the validation too."""
+        pictures = ["dataset=image_folder", f"dataset.root={self.out / PICTURES}"]
+        pictures += ["dataset.size=16", "dataset.channels=1", f"dataset.cache={self.out / 'cache'}"]
+        return self.training(name, *pictures, "batch_size=8", *options)
 
-    def sampling(self, name: str, *options: str, on: str | None = None) -> list[str]:
+    def ckpt(self, trained: str = "train-pictures") -> str:
+        """The run that is drawn from and scored."""
+        return f"ckpt={self.out / trained}"
+
+    def sampling(
+        self, name: str, *options: str, trained: str = "train-pictures", on: str | None = None
+    ) -> list[str]:
         where = [f"device={on or self.device}", f"out={self.out / name}"]
-        return self.python("sample.py", self.ckpt, *where, *options)
+        return self.python("sample.py", self.ckpt(trained), *where, *options)
 
     def benchmark(self, words: str, name: str, *options: str) -> list[str]:
         if self.gpu:
@@ -221,7 +228,7 @@ def checks(device: str, out: Path, gpus: int) -> list[Check]:
         gpus: number of CUDA devices.
     """
     run = Commands(device, out)
-    return [*_trainings(run), *_drawings(run, gpus), *_speed_checks(run)]
+    return [*_trainings(run), *_drawings(run, gpus), *_regions(run), *_speed_checks(run)]
 
 
 def _trainings(run: Commands) -> list[Check]:
@@ -233,24 +240,22 @@ def _trainings(run: Commands) -> list[Check]:
     nvidia_smi = [["nvidia-smi"]] if shutil.which("nvidia-smi") else []
     machine = [*nvidia_smi, run.python("-m", "imagegen", "machine")]
     listed = [
-        Check("machine", 40, machine, _machine),
-        Check("tests", 90, [run.python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)]),
+        Check("machine", 30, machine, _machine),
+        Check("tests", 80, [run.python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)]),
     ]
     for precision in ("bf16-mixed", "32-true", "16-mixed", "tf32"):
         name = f"train-{precision}"
         command = run.training(name, f"trainer.precision={precision}")
         skipped = NO_TF32 if precision == "tf32" and not run.gpu else None
-        listed.append(Check(name, 25, [command], _trained, skipped))
-    pictures = ["dataset=image_folder", f"dataset.root={run.out / PICTURES}", "dataset.size=16"]
-    pictures += ["dataset.channels=1", f"dataset.cache={run.out / 'cache'}", "batch_size=8"]
-    # Long enough that steps are recorded, in the pictures of the validation too.
-    command = run.training("train-pictures", *pictures)
-    return [*listed, Check("train-pictures", 35, [command], _trained)]
+        listed.append(Check(name, 20, [command], _trained, skipped))
+    for name, options in (("train-pictures", []), ("train-any-order", ["model.order=any"])):
+        listed.append(Check(name, 25, [run.training_on_pictures(name, *options)], _trained))
+    return listed
 
 
 def _drawings(run: Commands, gpus: int) -> list[Check]:
-    """What is done with the last of the trained models."""
-    out, ckpt, packed = run.out, run.ckpt, run.out / "packed.bin"
+    """What is done with the model of pictures."""
+    out, ckpt, packed = run.out, run.ckpt(), run.out / "packed.bin"
     completing = ("task=complete", "n=8", "completions=2")
     return [
         Check("sample", 20, [run.sampling("sample", "n=64")], _drawn(out / "sample", run.gpu)),
@@ -264,7 +269,7 @@ def _drawings(run: Commands, gpus: int) -> list[Check]:
         Check("evaluate-32", 20, [run.imagegen("evaluate", ckpt, "precision=32")]),
         Check(
             "codec",
-            35,
+            30,
             [
                 run.imagegen("compress", ckpt, "limit=2", f"out={packed}"),
                 run.imagegen("decompress", ckpt, f"file={packed}", f"out={out / 'unpacked'}"),
@@ -274,7 +279,7 @@ def _drawings(run: Commands, gpus: int) -> list[Check]:
         Check("verify", 30, [run.imagegen("verify", ckpt)]),
         Check(
             "second-gpu",
-            30,
+            25,
             [
                 run.training("train-second-gpu", "trainer.devices=[1]"),
                 run.sampling("sample-second-gpu", "n=64", on="cuda:1"),
@@ -282,8 +287,25 @@ def _drawings(run: Commands, gpus: int) -> list[Check]:
             _drawn(out / "sample-second-gpu", run.gpu),
             "this machine has no second GPU" if gpus < 2 else None,
         ),
-        Check("mechanisms", 50, [run.python(__file__, "--mechanisms", "--device", run.device)]),
+        Check("mechanisms", 45, [run.python(__file__, "--mechanisms", "--device", run.device)]),
     ]
+
+
+def _regions(run: Commands) -> list[Check]:
+    """Any region, by particles and by the model of any order."""
+    region, listed = "visible=left:0.5", []
+    models = {"particles": "train-pictures", "any-order": "train-any-order"}
+    for name, trained in models.items():
+        drawn = f"complete-{name}"
+        command = run.sampling(
+            drawn, "task=complete", "n=4", "completions=2", region, trained=trained
+        )
+        listed.append(Check(drawn, 20, [command], _drawn(run.out / drawn, run.gpu)))
+    scored = [
+        run.imagegen("evaluate", run.ckpt(trained), region, "limit=4")
+        for trained in models.values()
+    ]
+    return [*listed, Check("evaluate-regions", 30, scored, _scored_regions)]
 
 
 def _speed_checks(run: Commands) -> list[Check]:
@@ -292,7 +314,7 @@ def _speed_checks(run: Commands) -> list[Check]:
     def generate(name: str, batches: str, *options: str) -> Check:
         measured = run.benchmark("generate", name, "contestants=[linear,linear_step]", *options)
         measured += [f"batch_sizes={batches}"] if run.gpu else ["steps=1", "positions=[10]"]
-        return Check(name, 75, [measured], lambda _: _speeds(run.out / name / "generate.json"))
+        return Check(name, 65, [measured], lambda _: _speeds(run.out / name / "generate.json"))
 
     def train(name: str, limit: int, contestants: str, **variables: str) -> Check:
         measured = run.benchmark("train", name, "dataset=mnist", f"contestants={contestants}")
@@ -309,7 +331,7 @@ def _speed_checks(run: Commands) -> list[Check]:
     return [
         generate("generate-mnist", "[1,64,1000,10000]", "dataset=mnist"),
         generate("generate-cifar10", "[1,64,1000]", "dataset=cifar10", "model.n_layers=16"),
-        train("train-speed", 55, "[linear,linear_bf16]", NVIDIA_TF32_OVERRIDE="0"),
+        train("train-speed", 45, "[linear,linear_bf16]", NVIDIA_TF32_OVERRIDE="0"),
         train("train-speed-tf32", 25, "[linear]", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1"),
     ]
 
@@ -431,6 +453,13 @@ def _line_with(pattern: str, output: str) -> str:
 
 def _trained(output: str) -> str:
     return _line_with("^step .*bits/dim.*images/s", output)
+
+
+def _scored_regions(output: str) -> str:
+    found = [line for line in output.splitlines() if "bits per hidden value" in line]
+    if len(found) != 2:
+        raise ValueError(f"{len(found)} of 2 models were scored")
+    return "; ".join(found)
 
 
 def _drawn(folder: Path, gpu: bool) -> Callable[[str], str]:

@@ -105,7 +105,8 @@ class ImageModule(LightningModule):
             batch_size=len(images),
         )
         if self.model.order == "any" and batch_idx * len(images) < REGION_IMAGES:
-            generator = torch.Generator(images.device).manual_seed(batch_idx)
+            # On the CPU, so that every device scores the same regions.
+            generator = torch.Generator().manual_seed(batch_idx)
             visible = self._regions(images, 0.0, generator)
             bits = self.model.bits_per_dim(images, batch.get("labels"), visible=visible)
             hidden = (~visible).flatten(1).sum(dim=1)
@@ -128,8 +129,10 @@ class ImageModule(LightningModule):
     def _regions(
         self, images: Tensor, whole: float, generator: torch.Generator | None = None
     ) -> Tensor:
+        device = images.device if generator is None else generator.device
         height, width = images.shape[1:3]
-        return random_regions(len(images), height, width, whole, images.device, generator)
+        visible = random_regions(len(images), height, width, whole, device, generator)
+        return visible.to(images.device)
 
     @property
     def _shows_progress(self) -> bool:

@@ -104,7 +104,10 @@ def test_an_interrupted_run_leaves_its_table(
 def test_the_limits_leave_twelve_minutes(device: str, tmp_path: Path) -> None:
     listed = gpu.checks(device, tmp_path, 2)
     assert sum(check.limit for check in listed) <= gpu.SECONDS == 720
-    assert len({check.name for check in listed}) == len(listed)
+    names = {check.name for check in listed}
+    assert len(names) == len(listed)
+    assert names >= {f"complete-{way}" for way in ("particles", "any-order")}
+    assert names >= {"train-any-order", "evaluate-regions"}
     skipped = {check.name for check in listed if check.skipped}
     assert skipped == (set() if device == "cuda" else {"train-tf32", "train-speed-tf32"})
     (second,) = [
@@ -140,6 +143,7 @@ def test_the_whole_list_on_the_cpu(tmp_path: Path) -> None:
         "train-speed-tf32",
     }
     assert found["mechanisms"][2].endswith("0 failed")
+    assert found["evaluate-regions"][2].count("bits per hidden value (visible=left:0.5") == 2
     assert "images/s" in found["generate-mnist"][2]
 
 

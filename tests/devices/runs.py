@@ -61,9 +61,9 @@ def everything_on(simulation: Simulation) -> Iterator[None]:
         yield
 
 
-def trains_and_resumes(simulation: Simulation, folder: Path) -> None:
+def trains_and_resumes(simulation: Simulation, folder: Path, *more: str) -> None:
     """`train.py`, pictures of validations included, and on from its checkpoint."""
-    options_ = (*SMALL, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9")
+    options_ = (*SMALL, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9", *more)
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
         assert run_train(patch, *options_, "trainer.max_epochs=1") == 0
         assert len(list((folder / "samples").iterdir())) == 2
@@ -90,7 +90,9 @@ def commands(simulation: Simulation, folder: Path) -> None:
     """Every command that takes a checkpoint; pictures are those that the CPU draws."""
     ckpt = save_colour_checkpoint(folder, 2, 3)
     images = f"images={folder / 'photos' / '0.png'}"
-    drawn = {"samples": ["n=2"], "completions": ["task=complete", images, "completions=2"]}
+    completing = ["task=complete", images, "completions=2"]
+    region = ["visible=right:0.5", "particles=8"]
+    drawn = {"samples": ["n=2"], "completions": completing, "regions": [*completing, *region]}
     for name, options_ in drawn.items():
         sample(ckpt, folder / f"{name}-cpu", *options_)
     with everything_on(simulation):
@@ -102,6 +104,8 @@ def commands(simulation: Simulation, folder: Path) -> None:
                 np.testing.assert_array_equal(image, expected[file])
         score = evaluate.run(compose("evaluate", [f"ckpt={ckpt}", "split=train"]))
         assert score["bits_per_dim"] > 0
+        score = evaluate.run(compose("evaluate", [f"ckpt={ckpt}", "split=train", *region]))
+        assert score["bits_per_hidden_value"] > 0
         code = codec.compress(
             compose("compress", [f"ckpt={ckpt}", images, f"out={folder / 'code'}"])
         )

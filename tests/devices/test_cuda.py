@@ -38,8 +38,9 @@ def test_models_are_made_there(case: Any) -> None:
     ways.build_on(cuda(), case)
 
 
-def test_training(tmp_path: Path) -> None:
-    runs.trains_and_resumes(cuda(), tmp_path / "run")
+@pytest.mark.parametrize("order", ["raster", "any"])
+def test_training(order: str, tmp_path: Path) -> None:
+    runs.trains_and_resumes(cuda(), tmp_path / "run", f"model.order={order}")
 
 
 def test_find_lr() -> None:

@@ -30,6 +30,7 @@ from imagegen.data.base import ImageSplit
 from imagegen.evaluation.checks import all_checks
 from imagegen.evaluation.coding import decode as decode_images
 from imagegen.evaluation.coding import encode
+from imagegen.evaluation.hidden import score_hidden
 from imagegen.evaluation.scores import classify_images, score_images
 from imagegen.generation import decode
 from imagegen.generation.decode import graph
@@ -61,7 +62,12 @@ def way(kind: dict[str, Way]) -> Callable[[Way], Way]:
     return mark
 
 
-LINEAR = {"_target_": "imagegen.attention.linear.LinearAttention"}
+ANY_ORDER = {
+    ("linear", "categorical"): "subpixel",
+    ("linear", "mixture_of_logistics"): "pixel",
+    ("softmax", "mixture_of_logistics"): "subpixel",
+}
+"""Tokens of the cases of any order, by mechanism and head."""
 
 
 def _mechanisms() -> Iterator[Any]:
@@ -76,8 +82,9 @@ def _heads() -> Iterator[Any]:
             text = (PROJECT_ROOT / "conf" / "attention" / f"{name}.yaml").read_text()
             options = (yaml.safe_load(text), yaml.safe_load(head.read_text()))
             yield pytest.param(options, id=f"{head.stem}-{name}")
-        if head.stem == "mixture_of_logistics":
-            yield pytest.param((LINEAR, options[1], "any"), id=f"{head.stem}-any-order")
+            if (name, head.stem) in ANY_ORDER:
+                tokens = ANY_ORDER[name, head.stem]
+                yield pytest.param((*options, "any", tokens), id=f"{head.stem}-{name}-any-order")
 
 
 MECHANISM_CASES, HEAD_CASES = list(_mechanisms()), list(_heads())
@@ -85,7 +92,8 @@ MECHANISM_CASES, HEAD_CASES = list(_mechanisms()), list(_heads())
 
 def make(case: tuple[Any, ...]) -> ImageTransformer:
     """A small model with all that a model can have beside its mechanism and its head."""
-    attention, head, order = (*case, "raster")[:3]
+    attention, head, *others = case
+    order, tokens = others or ("raster", "pixel")
 
     def model(spec: ImageSpec) -> ImageTransformer:
         torch.manual_seed(0)
@@ -98,7 +106,7 @@ def make(case: tuple[Any, ...]) -> ImageTransformer:
             d_model=16,
             n_heads=2,
             d_ff=16,
-            tokens="pixel",
+            tokens=tokens,
             linear_prediction=True,
             convolution=[1, 1] if order == "raster" else None,
             order=order,
@@ -153,11 +161,18 @@ def _train(
     torch.manual_seed(0)
     with _without_reads():
         with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
-            loss = model.bits_per_dim(*batch).mean()
+            loss = _loss(model, *batch)
         loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return [loss, *(parameter.grad for parameter in model.parameters()), *model.parameters()]
+
+
+def _loss(model: ImageTransformer, images: Tensor, *others: Tensor) -> Tensor:
+    """As in training: of any order, with the regions that the seed gives."""
+    if model.order == "raster":
+        return model.bits_per_dim(images, *others).mean()
+    return ImageModule(model, torch.optim.AdamW)._region_loss(images, *others)
 
 
 @way(OF_MECHANISMS)
@@ -273,6 +288,17 @@ def scores(model: ImageTransformer) -> Any:
         score_images(model, images, batch_size=2, labels=labels),
         score_images(model, images),
         classify_images(model, images, batch_size=3),
+    ]
+
+
+@way(OF_HEADS)
+def scores_of_regions(model: ImageTransformer) -> Any:
+    images = images_of(model, 3)
+    visible = np.ones(images.shape[:3], dtype=bool)
+    visible[:2, 1, 0] = visible[2, 2:] = False
+    return [
+        score_hidden(model, images, visible, 6, batch_size=2, labels=known)[0]
+        for known in (None, labels_of(3))
     ]
 
 

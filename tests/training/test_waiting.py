@@ -87,6 +87,7 @@ def _train(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> list
         ["trainer.accumulate_grad_batches=2", "callbacks.ema.decay=0.9"],
         ["optimizer=radam"],
         ["optimizer=muon", "model.conditional=true", "model.dropout=0.0"],
+        ["model.order=any"],
     ],
     ids=lambda options: " ".join(options),
 )
@@ -125,11 +126,17 @@ def test_the_average_is_on_the_device_and_its_count_on_the_cpu() -> None:
 
 
 @needs_fake_cuda
-def test_the_loss_is_computed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", ["raster", "any"])
+def test_the_loss_is_computed_without_waiting(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sync_debug_modes(monkeypatch)
-    model = tiny_model(ImageSpec(4, 4, 1))
+    embedding = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
+    model = tiny_model(ImageSpec(4, 4, 1), embedding=embedding, order=order).train()
+    module = ImageModule(model, torch.optim.SGD)
     with FakeTensorMode():
         to_fake_cuda(model)
         images = torch.zeros(2, 4, 4, 1, dtype=torch.uint8, device="cuda")
         with no_waiting(images.device):
-            model.train().bits_per_dim(images)
+            if order == "any":
+                module._region_loss(images, None, None)
+            else:
+                model.bits_per_dim(images)

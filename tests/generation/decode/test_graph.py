@@ -17,11 +17,12 @@ from imagegen.attention.buffers import ring_step
 from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
-from imagegen.generation import decode
+from imagegen.generation import decode, drawing
 from imagegen.generation.decode.graph import GraphDecoder, why_not
 from imagegen.generation.decode.waiting import Waits, no_waiting
 from imagegen.generation.sampling_loop import (
     Drawing,
+    complete,
     continue_sequences,
     initial_state,
     no_gradients,
@@ -168,6 +169,24 @@ def test_a_recorded_step_draws_the_same_images(name: str, cuda: FakeCuda) -> Non
         assert cuda.events.count("replay") == model.raster.length - visible - 1
         assert ("capture" in cuda.events) == (seed == 0)
     assert (cuda.current, cuda.stream) == (0, cuda.defaults[0])
+
+
+def test_a_recorded_step_completes_different_regions(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of each region is put into the memory that the replays read."""
+    spec, options = MODELS["any order"]
+    model = tiny_model(spec, **options)
+    images = np.random.default_rng(0).integers(0, 256, (4, *spec.shape)).astype(np.uint8)
+    visible = np.ones((4, spec.height, spec.width), dtype=bool)
+    visible[0, 0] = visible[1, 1:3] = visible[2, 1:, 1:] = visible[3, :3, ::2] = False
+    expected = complete(model, images, visible, 3, seed=1)
+    decoder = GraphDecoder(model, record=True)
+    monkeypatch.setattr(drawing, "choose_decoder", lambda *_: decoder)
+    assert np.array_equal(complete(model, images, visible, 3, seed=1), expected)
+    # The step recorded for a region of three pixels is used again for the others, of six.
+    assert cuda.events.count("capture") == 1
+    assert cuda.events.count("replay") == 2 + 5
 
 
 def test_how_a_step_is_recorded(cuda: FakeCuda) -> None:
