@@ -16,24 +16,24 @@ from imagegen.evaluation import checks
 from imagegen.evaluation.scores import score_images
 from imagegen.generation.sampling_loop import generate
 from imagegen.model.transformer import ImageTransformer, ModelState
-from tests.devices import runs, ways
+from tests.devices import cases, runs, ways
 from tests.devices.simulated import cuda
 from tests.helpers import tiny_model
 
 
 @pytest.mark.parametrize("way", list(ways.OF_MECHANISMS))
-@pytest.mark.parametrize("case", ways.MECHANISM_CASES)
+@pytest.mark.parametrize("case", cases.MECHANISM_CASES)
 def test_mechanisms(case: Any, way: str) -> None:
     ways.check(cuda(), case, ways.OF_MECHANISMS[way])
 
 
 @pytest.mark.parametrize("way", list(ways.OF_HEADS))
-@pytest.mark.parametrize("case", ways.HEAD_CASES)
+@pytest.mark.parametrize("case", cases.HEAD_CASES)
 def test_heads(case: Any, way: str) -> None:
     ways.check(cuda(), case, ways.OF_HEADS[way])
 
 
-@pytest.mark.parametrize("case", ways.MECHANISM_CASES)
+@pytest.mark.parametrize("case", cases.MECHANISM_CASES)
 def test_models_are_made_there(case: Any) -> None:
     ways.build_on(cuda(), case)
 
@@ -52,7 +52,10 @@ def test_commands(tmp_path: Path) -> None:
 
 
 def test_scores_as_drawn() -> None:
-    model, images = ways.make(ways.HEAD_CASES[0].values[0]), np.zeros((3, 3, 2, 1), dtype=np.uint8)
+    model, images = (
+        cases.make(cases.HEAD_CASES[0].values[0]),
+        np.zeros((3, 3, 2, 1), dtype=np.uint8),
+    )
     labels = np.array([0, 2, -1])
     expected = score_images(model, images, labels=labels)
     with runs.everything_on(cuda()):

@@ -15,23 +15,23 @@ from imagegen.evaluation import checks
 from imagegen.evaluation.scores import score_images
 from imagegen.generation.decode import choose_decoder
 from imagegen.heads.controls import Controls
-from tests.devices import runs, ways
+from tests.devices import cases, runs, ways
 from tests.devices.simulated import mps
 
 
 @pytest.mark.parametrize("way", list(ways.OF_MECHANISMS))
-@pytest.mark.parametrize("case", ways.MECHANISM_CASES)
+@pytest.mark.parametrize("case", cases.MECHANISM_CASES)
 def test_mechanisms(case: Any, way: str) -> None:
     ways.check(mps(), case, ways.OF_MECHANISMS[way])
 
 
 @pytest.mark.parametrize("way", list(ways.OF_HEADS))
-@pytest.mark.parametrize("case", ways.HEAD_CASES)
+@pytest.mark.parametrize("case", cases.HEAD_CASES)
 def test_heads(case: Any, way: str) -> None:
     ways.check(mps(), case, ways.OF_HEADS[way])
 
 
-@pytest.mark.parametrize("case", ways.MECHANISM_CASES)
+@pytest.mark.parametrize("case", cases.MECHANISM_CASES)
 def test_models_are_made_there(case: Any) -> None:
     ways.build_on(mps(), case)
 
@@ -50,7 +50,7 @@ def test_commands(tmp_path: Path) -> None:
 
 
 def test_there_are_no_compiled_loops() -> None:
-    model = ways.make(ways.HEAD_CASES[0].values[0])
+    model = cases.make(cases.HEAD_CASES[0].values[0])
     with runs.everything_on(mps()):
         model.to("mps")
         assert choose_decoder(model, Controls()) is None
@@ -59,7 +59,7 @@ def test_there_are_no_compiled_loops() -> None:
 
 
 def test_verify_says_where_it_computes_in_float64() -> None:
-    model = ways.make(ways.HEAD_CASES[0].values[0])
+    model = cases.make(cases.HEAD_CASES[0].values[0])
     with mps(), torch.inference_mode():
         model.to("mps")
         sequence = torch.zeros(1, 6, 1, dtype=torch.uint8, device="mps")

@@ -1,16 +1,14 @@
 """Every way that a model is used, run on the CPU and on a simulated device, and compared.
 
-The mechanisms are those of conf/attention/, with the variants that their contract is tested with,
-and the heads those of conf/head/: a new one of either is here without being registered. The ways
-are the functions below that are marked. Those that run the code of a mechanism are taken with every
-mechanism, and a head in turn; the others see of a mechanism no more than its steps and are taken
-with every head, for one mechanism whose state keeps its size and for one whose state grows.
+The models are those of `tests.devices.cases`. The ways are the functions below that are marked.
+Those that run the code of a mechanism are taken with every mechanism, and a head in turn; the
+others see of a mechanism no more than its steps and are taken with every head, for one mechanism
+whose state keeps its size and for one whose state grows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import yaml
 from pytorch_lightning import Trainer
 from torch import Tensor
 
-from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.core.errors import UserError
-from imagegen.core.spec import ImageSpec
 from imagegen.data.base import ImageSplit
 from imagegen.evaluation.checks import all_checks
 from imagegen.evaluation.coding import decode as decode_images
@@ -40,12 +35,8 @@ from imagegen.model.transformer import ImageTransformer
 from imagegen.training.callbacks import Grids
 from imagegen.training.module import ImageModule
 from imagegen.training.muon import Muon
-from tests.attention.test_contract import cases as attentions
+from tests.devices.cases import batch_of, images_of, labels_of, make
 from tests.devices.simulated import Simulation
-
-HEADS = sorted((PROJECT_ROOT / "conf" / "head").glob("*.yaml"))
-COLOUR, GREY = ImageSpec(3, 2, 3, 9), ImageSpec(3, 2, 1, 9)
-N_CLASSES = 3
 
 Way = Callable[[ImageTransformer], Any]
 OF_MECHANISMS: dict[str, Way] = {}
@@ -60,86 +51,6 @@ def way(kind: dict[str, Way]) -> Callable[[Way], Way]:
         return function
 
     return mark
-
-
-ANY_ORDER = {
-    ("linear", "categorical"): "subpixel",
-    ("linear", "mixture_of_logistics"): "pixel",
-    ("softmax", "mixture_of_logistics"): "subpixel",
-}
-"""Tokens of the cases of any order, by mechanism and head."""
-
-
-def _mechanisms() -> Iterator[Any]:
-    for attention, head in zip(attentions(), itertools.cycle(HEADS), strict=False):
-        options = (attention.values[0], yaml.safe_load(head.read_text()))
-        yield pytest.param(options, id=f"{attention.id}-{head.stem}")
-
-
-def _heads() -> Iterator[Any]:
-    for head in HEADS:
-        for name in ("linear", "softmax"):
-            text = (PROJECT_ROOT / "conf" / "attention" / f"{name}.yaml").read_text()
-            options = (yaml.safe_load(text), yaml.safe_load(head.read_text()))
-            yield pytest.param(options, id=f"{head.stem}-{name}")
-            if (name, head.stem) in ANY_ORDER:
-                tokens = ANY_ORDER[name, head.stem]
-                yield pytest.param((*options, "any", tokens), id=f"{head.stem}-{name}-any-order")
-
-
-MECHANISM_CASES, HEAD_CASES = list(_mechanisms()), list(_heads())
-
-
-def make(case: tuple[Any, ...]) -> ImageTransformer:
-    """A small model with all that a model can have beside its mechanism and its head."""
-    attention, head, *others = case
-    order, tokens = others or ("raster", "pixel")
-
-    def model(spec: ImageSpec) -> ImageTransformer:
-        torch.manual_seed(0)
-        made = ImageTransformer.from_options(
-            spec,
-            attention=attention,
-            head=head,
-            embedding={"_target_": "imagegen.model.embeddings.Neighbourhood"},
-            n_layers=1,
-            d_model=16,
-            n_heads=2,
-            d_ff=16,
-            tokens=tokens,
-            linear_prediction=True,
-            convolution=[1, 1] if order == "raster" else None,
-            order=order,
-            n_classes=N_CLASSES,
-            label_grid=2,
-            flips=True,
-        )
-        assert made.label is not None
-        assert made.label.areas is not None
-        # As trained: they start at zero, where nothing would show.
-        torch.nn.init.normal_(made.label.areas, std=0.3)
-        return made.eval()
-
-    try:
-        return model(COLOUR)
-    except UserError:  # A head of one value a step.
-        return model(GREY)
-
-
-def images_of(model: ImageTransformer, n: int) -> np.ndarray:
-    values = np.random.default_rng(1).integers(0, model.spec.levels, (n, *model.spec.shape))
-    return values.astype(np.uint8)
-
-
-def labels_of(n: int) -> np.ndarray:
-    return np.arange(n) % (N_CLASSES + 1) - 1
-
-
-def batch_of(model: ImageTransformer, n: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, labels and which of the images are mirrored, on the model's device."""
-    device = model.device
-    images, labels = torch.from_numpy(images_of(model, n)), torch.from_numpy(labels_of(n))
-    return images.to(device), labels.to(device), (torch.arange(n) % 2 == 0).to(device)
 
 
 @contextlib.contextmanager
@@ -354,7 +265,7 @@ _KNOWN: dict[tuple[int, Way], list[Any]] = {}
 
 def _expected(case: Any, way: Way) -> list[Any]:
     """What the CPU makes of it, once for all devices."""
-    key = (id(case), way)  # Cases are kept above for as long as the tests run.
+    key = (id(case), way)  # Cases are kept for as long as the tests run.
     if key not in _KNOWN:
         _KNOWN[key] = _on_cpu(way(make(case)))
     return _KNOWN[key]
