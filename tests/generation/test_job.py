@@ -286,7 +286,10 @@ def test_command_leaves_only_what_was_asked_for(grey: Path, tmp_path: Path) -> N
     done = command(f"ckpt={grey}", "n=2", "out=here/out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert len(done.stdout.splitlines()) == 2
+    how, result, look = done.stdout.splitlines()
+    assert how == "drawing on cpu with PyTorch's operations"  # so few pixels, see decode.SHORTEST
+    assert result.startswith("2 images in ")
+    assert look == f"look at {tmp_path / 'here/out/grid.png'}"
     assert tree(tmp_path) == {"here"} | {
         f"here/out{name}"
         for name in (
