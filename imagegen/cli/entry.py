@@ -109,7 +109,7 @@ def at_home(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """An argument whose regions rectangle:[…] are quoted, for Hydra takes brackets for a list."""
+    """An argument whose regions rectangle:[…] are quoted: Hydra takes brackets for a list."""
     return re.sub(r"(?<!['\"\w])rectangle:\[[^\[\]'\"]*\]", lambda found: f"'{found[0]}'", text)
 
 
@@ -148,7 +148,7 @@ def _run(
         # Lightning turns an interrupt into sys.exit(1).
         return _interrupted() if isinstance(stop.__context__, KeyboardInterrupt) else _status(stop)
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): which is not an error.
+        # The reader of our output has gone (`| head`), which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

@@ -1,7 +1,5 @@
 """Image files that a user names, one by one or by their folder; not a data set.
 
-Beside them, the masks that say which of their pixels are kept.
-
 Axes: `n` image, `h` row, `w` column, `c` channel.
 """
 
@@ -12,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import UInt8
 
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.data.convert import SUFFIXES, fit_image, read_image
-from imagegen.data.masks import Masks, fit_mask, read_mask, read_opaque
 
 
 def read_images(
@@ -52,37 +49,6 @@ def read_images(
     return images, [str(file) for file in files]
 
 
-def read_visible(
-    sources: Sequence[str], masks: Masks | None, spec: ImageSpec
-) -> list[Bool[np.ndarray, "h w"] | None]:
-    """The pixels to keep of each of the image files that `read_images` has accepted.
-
-    Args:
-        sources: the files, or the names of images of a data set, which have the size of `spec`.
-        masks: what says it; without them, the transparent pixels of an image are drawn.
-        spec: the size that images, and masks with them, are resized to.
-
-    Returns:
-        None for an image without transparent pixels, where there are no masks.
-
-    Raises:
-        UserError: for masks that are missing, broken, of another size than the image's, or that
-        keep all or nothing.
-    """
-    found: list[Bool[np.ndarray, "h w"] | None] = []
-    for source in sources:
-        path = Path(source)
-        if masks is None:
-            visible, name = read_opaque(path) if path.is_file() else None, f"image {source}"
-        else:
-            shape = read_image(path, 1).shape[:2] if path.is_file() else spec.shape[:2]
-            mask = masks.of(path)
-            visible, name = read_mask(mask, source, *shape), f"mask {mask}"
-        fitted = None if visible is None else fit_mask(visible, spec.height, spec.width, name)
-        found.append(fitted)
-    return found
-
-
 def _files_in(paths: Sequence[Path]) -> list[Path]:
     """The files named, and the image files of the folders named, sorted and hidden ones left out.
 
@@ -94,7 +60,7 @@ def _files_in(paths: Sequence[Path]) -> list[Path]:
         if path.is_file():
             files.append(path)
         elif path.is_dir():
-            inside = _walk(path)
+            inside = files_below(path)
             if not inside:
                 raise UserError(
                     f"images={path} holds no images ({', '.join(sorted(SUFFIXES))}); "
@@ -106,7 +72,13 @@ def _files_in(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _walk(root: Path) -> list[Path]:
+def files_below(root: Path) -> list[Path]:
+    """The image files of a folder and of those in it, sorted; hidden ones are left out.
+
+    Raises:
+        UserError: for a folder that cannot be read.
+    """
+
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
 

@@ -5,13 +5,16 @@ Axes: `h` row, `w` column.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool
 
 from imagegen.core.errors import UserError
-from imagegen.data.convert import SUFFIXES, fit_image, read_alpha, read_image
+from imagegen.core.spec import ImageSpec
+from imagegen.data.convert import fit_image, read_alpha, read_image
+from imagegen.data.image_files import files_below
 
 HOW = "white (or opaque) pixels are kept, black (or transparent) ones are drawn"
 
@@ -30,13 +33,7 @@ class Masks:
         self.path = path
         self.files: list[Path] | None = None
         if path.is_dir():
-            self.files = [
-                file
-                for file in sorted(path.rglob("*"))
-                if file.suffix.lower() in SUFFIXES
-                and file.is_file()
-                and not any(part.startswith(".") for part in file.relative_to(path).parts)
-            ]
+            self.files = files_below(path)
             if not self.files:
                 raise UserError(f"mask={path} holds no images; name a folder that does, or a file.")
         elif not path.is_file():
@@ -64,6 +61,37 @@ class Masks:
                 f"{found[1].relative_to(self.path)} for image {image}; leave one of them there."
             )
         return found[0]
+
+
+def read_visible(
+    sources: Sequence[str], masks: Masks | None, spec: ImageSpec
+) -> list[Bool[np.ndarray, "h w"] | None]:
+    """The pixels to keep of each of the image files that `read_images` has accepted.
+
+    Args:
+        sources: the files, or the names of images of a data set, which have the size of `spec`.
+        masks: what says it; without them, the transparent pixels of an image are drawn.
+        spec: the size that images, and masks with them, are resized to.
+
+    Returns:
+        None for an image without transparent pixels, where there are no masks.
+
+    Raises:
+        UserError: for masks that are missing, broken, of another size than the image's, or that
+        keep all or nothing.
+    """
+    found: list[Bool[np.ndarray, "h w"] | None] = []
+    for source in sources:
+        path = Path(source)
+        if masks is None:
+            visible, name = read_opaque(path) if path.is_file() else None, f"image {source}"
+        else:
+            shape = read_image(path, 1).shape[:2] if path.is_file() else spec.shape[:2]
+            mask = masks.of(path)
+            visible, name = read_mask(mask, source, *shape), f"mask {mask}"
+        fitted = None if visible is None else fit_mask(visible, spec.height, spec.width, name)
+        found.append(fitted)
+    return found
 
 
 def read_mask(path: Path, image: str, height: int, width: int) -> Bool[np.ndarray, "h w"]:

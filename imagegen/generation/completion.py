@@ -12,8 +12,8 @@ from jaxtyping import Bool, UInt8
 
 from imagegen.core.errors import UserError
 from imagegen.data.convert import read_image
-from imagegen.data.image_files import read_images, read_visible
-from imagegen.data.masks import Masks
+from imagegen.data.image_files import read_images
+from imagegen.data.masks import Masks, read_visible
 from imagegen.data.regions import Region, describe
 from imagegen.generation.images import from_display, grid_limit, make_completion_grid, to_display
 from imagegen.generation.job_folder import JobFolder

@@ -168,18 +168,6 @@ def draw_particles(
     return model.raster.to_images(sequences).numpy(), report
 
 
-def estimate_evidence(
-    model: ImageTransformer,
-    image: UInt8[np.ndarray, "h w c"],
-    kept: Bool[np.ndarray, " n"],
-    index: int,
-    drawing: Drawing,
-    particles: int,
-) -> Report:
-    """What particles say of the probability of the kept values; see `draw_particles`."""
-    return draw_particles(model, image, kept, index, [0], drawing, particles)[1]
-
-
 def _begin(
     model: ImageTransformer,
     image: UInt8[np.ndarray, "h w c"],

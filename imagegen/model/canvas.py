@@ -54,8 +54,8 @@ class Canvas(AttentionState):
             shift = torch.zeros(batch_size, length, dtype=torch.int64, device=device)
             return cls(levels, shift, shift.clone(), shift.new_zeros(batch_size))
         steps = torch.arange(length, device=device)
-        kept = visible.flatten(1).sum(dim=1) * raster.steps_per_pixel
-        return cls(levels, raster.places(visible) - steps, raster.ranks(visible) - steps, kept)
+        places, ranks = raster.places(visible), raster.ranks(visible)
+        return cls(levels, places - steps, ranks - steps, raster.kept_steps(visible))
 
     def places(self, step: Int64[Tensor, " m"]) -> Int64[Tensor, "b m"]:
         """The places of steps."""

@@ -66,6 +66,10 @@ class Raster:
         """Number of steps of one row of an image."""
         return self.spec.width * self.steps_per_pixel
 
+    def kept_steps(self, visible: Bool[Tensor, "b h w"]) -> Int64[Tensor, " b"]:
+        """How many steps the visible pixels take."""
+        return visible.flatten(1).sum(dim=1) * self.steps_per_pixel
+
     def ranks(self, visible: Bool[Tensor, "b h w"]) -> Int64[Tensor, "b n"]:
         """When each step of the raster is taken if the visible pixels come first.
 
@@ -216,10 +220,39 @@ DEFAULT_NEIGHBOURS = (
 class NeighbourEmbedding(InputEmbedding[Seen]):
     """What embeddings of neighbours have in common: their levels, as words and as numbers.
 
-    Each neighbour's level has a learned embedding, and enters as a number too, for an embedding
-    alone has to learn that 127 lies next to 128. Row, column and channel of the predicted step are
+    Each neighbour's level has a learned embedding, and enters as a number too, because an embedding
+    alone has to learn that 127 is next to 128. Row, column and channel of the predicted step are
     embedded (Sparse Transformer, Child et al., 2019, section 5.2).
+
+    Args:
+        neighbours: offsets (row, column) in pixels, each of them before the predicted pixel.
+
+    Raises:
+        UserError: for a neighbour that does not come before the predicted pixel.
     """
+
+    def __init__(self, d_model: int, raster: Raster, neighbours: Sequence[Sequence[int]]) -> None:
+        super().__init__(d_model, raster)
+        for offset in neighbours:
+            if len(offset) != 2 or not (offset[0] < 0 or (offset[0] == 0 and offset[1] < 0)):
+                raise UserError(
+                    f"model.embedding.neighbours has {list(offset)}, but each must be [row, column]"
+                    " of a pixel before the predicted one: row < 0, or row 0 and column < 0."
+                )
+
+    def inside_image(self, pixels: Sequence[tuple[int, int]]) -> list[Bool[Tensor, " length"]]:
+        """Whether the neighbour at each offset is inside the image, of each step of the raster."""
+        spec = self.raster.spec
+        step = torch.arange(self.raster.length)
+        row = step // self.raster.row_length
+        column = step // self.raster.steps_per_pixel % spec.width
+        return [
+            (row + dy >= 0)
+            & (row + dy < spec.height)
+            & (column + dx >= 0)
+            & (column + dx < spec.width)
+            for dy, dx in pixels
+        ]
 
     def make_tables(self, count: int) -> None:
         """The weights for so many neighbours `k`."""
@@ -274,20 +307,6 @@ class NeighbourEmbedding(InputEmbedding[Seen]):
         return torch.cat([number.flatten(2), flags], dim=-1)
 
 
-def check_neighbours(neighbours: Sequence[Sequence[int]]) -> None:
-    """Refuse offsets of pixels that do not come before the predicted one.
-
-    Raises:
-        UserError: for those.
-    """
-    for offset in neighbours:
-        if len(offset) != 2 or not (offset[0] < 0 or (offset[0] == 0 and offset[1] < 0)):
-            raise UserError(
-                f"model.embedding.neighbours has {list(offset)}, but each must be [row, column]"
-                " of a pixel before the predicted one: row < 0, or row 0 and column < 0."
-            )
-
-
 class Neighbourhood(NeighbourEmbedding[Tensor]):
     """Two-dimensional context: the earlier pixels around the predicted one, and its place.
 
@@ -308,8 +327,7 @@ class Neighbourhood(NeighbourEmbedding[Tensor]):
         raster: Raster,
         neighbours: Sequence[Sequence[int]] = DEFAULT_NEIGHBOURS,
     ) -> None:
-        super().__init__(d_model, raster)
-        check_neighbours(neighbours)
+        super().__init__(d_model, raster, neighbours)
         spec = raster.spec
         # The steps just before are seen across the end of a row too, so that no value waits to be
         # seen. A neighbour outside of every image would only ever be missing.
@@ -325,21 +343,10 @@ class Neighbourhood(NeighbourEmbedding[Tensor]):
         self.lookback = max(lags)
         self.neighbour_lags = tuple(lags)
         self.register_buffer("lags", torch.tensor(lags), persistent=False)
-        self.register_buffer("valid", self._validity(pixels, previous), persistent=False)
+        step = torch.arange(raster.length)
+        valid = torch.stack(self.inside_image(pixels) + [step >= lag for lag in previous], dim=-1)
+        self.register_buffer("valid", valid, persistent=False)
         self.make_tables(len(lags))
-
-    def _validity(
-        self, pixels: Sequence[tuple[int, int]], previous: Sequence[int]
-    ) -> Bool[Tensor, "length k"]:
-        """Whether each neighbour of each step lies inside the image."""
-        spec = self.raster.spec
-        step = torch.arange(self.raster.length)
-        row = step // self.raster.row_length
-        column = step // self.raster.steps_per_pixel % spec.width
-        inside = [
-            (row + dy >= 0) & (column + dx >= 0) & (column + dx < spec.width) for dy, dx in pixels
-        ]
-        return torch.stack(inside + [step >= lag for lag in previous], dim=-1)
 
     def forward(
         self, window: UInt8[Tensor, "b w s"], step: Int64[Tensor, " n"]

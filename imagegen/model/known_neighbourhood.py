@@ -23,7 +23,6 @@ from imagegen.model.embeddings import (
     NeighbourEmbedding,
     Neighbourhood,
     Raster,
-    check_neighbours,
 )
 
 ORDERS = ("raster", "any")
@@ -59,8 +58,7 @@ class KnownNeighbourhood(NeighbourEmbedding[Canvas]):
         raster: Raster,
         neighbours: Sequence[Sequence[int]] = DEFAULT_NEIGHBOURS,
     ) -> None:
-        super().__init__(d_model, raster)
-        check_neighbours(neighbours)
+        super().__init__(d_model, raster, neighbours)
         spec = raster.spec
         pixels = [
             (row, column)
@@ -75,29 +73,16 @@ class KnownNeighbourhood(NeighbourEmbedding[Canvas]):
         # The step before is the last neighbour; its lag in the raster differs from step to step.
         self.neighbour_lags = tuple(lags)
         self.register_buffer("shifts", -torch.tensor(lags, dtype=torch.int64), persistent=False)
-        self.register_buffer("inside", self._inside(pixels, own), persistent=False)
+        channel = torch.arange(raster.length) % raster.steps_per_pixel
+        inside = self.inside_image(pixels) + [channel >= lag for lag in own]
+        table = torch.stack(inside, dim=-1) if inside else torch.ones(raster.length, 0).bool()
+        self.register_buffer("inside", table, persistent=False)
         self.make_tables(len(lags) + 1)
         self.row_before = nn.Embedding(spec.height, d_model)
         self.column_before = nn.Embedding(spec.width, d_model)
         self.kept = nn.Embedding(2, d_model)
         for embedding in (self.row_before, self.column_before, self.kept):
             nn.init.normal_(embedding.weight, std=d_model**-0.5)
-
-    def _inside(self, pixels: Sequence[tuple[int, int]], own: Sequence[int]) -> Tensor:
-        """Whether each neighbour of each place is inside the image, "n k"."""
-        raster, spec = self.raster, self.raster.spec
-        place = torch.arange(raster.length)
-        row = place // raster.row_length
-        column = place // raster.steps_per_pixel % spec.width
-        inside = [
-            (row + dy >= 0)
-            & (row + dy < spec.height)
-            & (column + dx >= 0)
-            & (column + dx < spec.width)
-            for dy, dx in pixels
-        ]
-        inside += [place % raster.steps_per_pixel >= lag for lag in own]
-        return torch.stack(inside, dim=-1) if inside else place.new_zeros(len(place), 0).bool()
 
     def forward(
         self, canvas: Canvas, step: Int64[Tensor, " n"]

@@ -210,7 +210,7 @@ class ImageTransformer(nn.Module):
         nats = -self.log_prob(images, labels, flipped, visible)
         if visible is None:
             return nats.flatten(1).mean(dim=1) / math.log(2)
-        kept = visible.flatten(1).sum(dim=1) * self.raster.steps_per_pixel
+        kept = self.raster.kept_steps(visible)
         step = torch.arange(nats.shape[1], device=nats.device)
         hidden = torch.where(step >= kept.unsqueeze(1), nats.sum(dim=2), 0).sum(dim=1)
         return hidden / ((len(step) - kept) * nats.shape[2] * math.log(2))

@@ -134,7 +134,7 @@ def further_processes(
 
     Args:
         trainer: not started yet.
-        overrides: the overrides typed for this run.
+        overrides: as typed for this run.
         folder: the run folder, for all processes.
         multirun: whether the run is one of a sweep, whose arguments are not those of a run.
 

@@ -31,7 +31,7 @@ def quiet_lightning() -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     # The folder of a run that continues holds its checkpoints.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # Lightning 2.6 asks torch's pytree in the old way; which a user cannot change.
+    # Lightning 2.6 asks torch's pytree in the old way, which a user cannot change.
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*")
     # What differs from the run until now has been said, or begins afresh.
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to")

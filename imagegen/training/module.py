@@ -121,9 +121,9 @@ class ImageModule(LightningModule):
         """Mean bits of the values of a batch, in the order of a random region of each image."""
         visible = self._regions(images, self.model.whole_images)
         nats = -self.model.log_prob(images, labels, flipped, visible).mean(dim=2)
-        kept = visible.flatten(1).sum(dim=1, keepdim=True) * self.model.raster.steps_per_pixel
+        kept = self.model.raster.kept_steps(visible)
         step = torch.arange(nats.shape[1], device=nats.device)
-        weight = torch.where(step < kept, self.model.visible_weight, 1.0)
+        weight = torch.where(step < kept.unsqueeze(1), self.model.visible_weight, 1.0)
         return (nats * weight).sum() / (weight.sum() * math.log(2))
 
     def _regions(

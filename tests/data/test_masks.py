@@ -10,8 +10,7 @@ from PIL import Image
 
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
-from imagegen.data.image_files import read_visible
-from imagegen.data.masks import Masks, fit_mask, read_mask, read_opaque
+from imagegen.data.masks import Masks, fit_mask, read_mask, read_opaque, read_visible
 
 KEPT = np.random.default_rng(0).random((5, 7)) < 0.5
 SPEC = ImageSpec(5, 7, 3)

@@ -14,7 +14,7 @@ from imagegen.core.spec import ImageSpec
 from imagegen.generation import decode, particles
 from imagegen.generation.decode.fused import FusedDecoder
 from imagegen.generation.drawing import Drawing, kept_steps
-from imagegen.generation.particles import Report, draw_particles, estimate_evidence
+from imagegen.generation.particles import Report, draw_particles
 from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import NO_LABEL, ImageTransformer
@@ -157,7 +157,7 @@ def test_the_evidence_is_right_on_average_with_few_particles(
     model, visible, runs = toy("grey"), mask_of("grey"), 200
     image = next(generate(model, 1, seed=2))[0]
     kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
-    reports = [estimate_evidence(model, image, kept, i, drawing, 2) for i in range(runs)]
+    reports = [draw_particles(model, image, kept, i, [0], drawing, 2)[1] for i in range(runs)]
     assert sum(report.resamplings for report in reports) > 20
     logs = log_prob_of_all(model)
     ratios = np.exp([report.log_evidence for report in reports])
