@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from imagegen.cli.messages import report
 from imagegen.core.errors import UserError
-from imagegen.core.installation import CONF, PROJECT_ROOT, typed
+from imagegen.core.installation import IN_CLONE, PACKAGE, PROJECT_ROOT, typed
 from imagegen.core.machine import prepare, spin_briefly
 from imagegen.core.processes import is_first_process
 
@@ -285,12 +285,13 @@ def conf_folder() -> Path:
     Raises:
         UserError: where it is missing.
     """
-    if not CONF.is_dir():
+    conf = (PROJECT_ROOT if IN_CLONE else PACKAGE) / "conf"
+    if not conf.is_dir():
         raise UserError(
-            f"the folder {CONF} is missing, so this installation is incomplete; install imagegen "
+            f"the folder {conf} is missing, so this installation is incomplete; install imagegen "
             "again, from a clone of its repository."
         )
-    return CONF
+    return conf
 
 
 @contextlib.contextmanager
