@@ -32,7 +32,7 @@ def test_images_are_turned_equally_often_and_the_model_is_told(
 
     monkeypatch.setattr(model, "bits_per_dim", keep)
     torch.manual_seed(0)
-    images = torch.randint(256, (400, *model.spec.shape), dtype=torch.uint8)
+    images = torch.randint(256, (2000, *model.spec.shape), dtype=torch.uint8)
     random = torch.random.get_rng_state()
     module.training_step({"images": images}, 0)
     if orders == 1:
@@ -42,11 +42,11 @@ def test_images_are_turned_equally_often_and_the_model_is_told(
     orientation = seen["orientation"]
     counts = orientation.bincount()
     assert len(counts) == orders
-    assert (abs(counts - 400 / orders) < 60 / orders**0.5).all()
+    assert (abs(counts - 2000 / orders) < 4 * (2000 / orders) ** 0.5).all()
     for each in range(orders):
         own = orientation == each
         assert torch.equal(seen["images"][own], by_hand(images[own], each))
     if orders == 2:
         # As runs of before, which may be resumed.
         torch.random.set_rng_state(random)
-        assert torch.equal(orientation == 1, torch.rand(400) < 0.5)
+        assert torch.equal(orientation == 1, torch.rand(2000) < 0.5)
