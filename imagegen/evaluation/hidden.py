@@ -4,9 +4,8 @@
 
 is exact where all that is kept comes before all that is hidden in the order of the model, and in
 the orientation in which it completes the image. Of other regions, models of raster order know
-p(kept) by the estimate of their particles only (see
-`imagegen.generation.particles`). Its logarithm is too low on average, and so are the bits: less so
-with more particles.
+p(kept) by the estimate of their particles only (see `imagegen.generation.particles`). Its logarithm
+is too low on average, and so are the bits: less so with more particles.
 
 Axes: `n` image, `h w c` height, width, channel.
 """

@@ -247,12 +247,12 @@ def draw_completions(
             if report is not None:
                 report(image, told)
             pairs = [(image, fork) for fork in forks]
-            yield pairs, given.back(drawn, [image for image, _ in pairs])
+            yield pairs, given.back(drawn, pairs)
         else:
             # All that is kept comes before all that is not.
             alike[int(kept.sum()), tuple(forks)].append(image)
     for pairs, drawn in _draw_completions(model, given, alike, drawing, batch_size):
-        yield pairs, given.back(drawn, [image for image, _ in pairs])
+        yield pairs, given.back(drawn, pairs)
 
 
 def _draw_completions(

@@ -45,10 +45,10 @@ class Turned:
         return cls(_turned(images, orientation), _turned(visible, orientation), orientation)
 
     def back(
-        self, drawn: UInt8[np.ndarray, "k h w c"], of: Sequence[int]
+        self, drawn: UInt8[np.ndarray, "k h w c"], pairs: Sequence[tuple[int, int]]
     ) -> UInt8[np.ndarray, "k h w c"]:
-        """Completions of these images, as they are."""
-        orientation = self.orientation[list(of)]
+        """Completions, each of the image and the number in `pairs`, as the images are."""
+        orientation = self.orientation[[image for image, _ in pairs]]
         if not orientation.any():
             return drawn
         return turn_back(torch.from_numpy(drawn), torch.from_numpy(orientation)).numpy()

@@ -202,9 +202,8 @@ class ImageTransformer(nn.Module):
             UserError: for visible pixels and a model that knows the order of the raster only.
         """
         sequence = self.raster.to_sequence(images, visible)
-        return self.head.log_prob(
-            self.parameters_of(sequence, labels, orientation, visible), sequence
-        )
+        parameters = self.parameters_of(sequence, labels, orientation, visible)
+        return self.head.log_prob(parameters, sequence)
 
     def bits_per_dim(
         self,
