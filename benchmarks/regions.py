@@ -5,8 +5,8 @@
     python benchmarks/regions.py table mnist --out FOLDER
     python benchmarks/regions.py score mnist --out FOLDER
 
-`score` tables the bits per hidden value of each row and region: of the first 1,000 test images where
-a row knows them exactly, and of the first 40 where some row needs particles, which take seconds an
+`score` tables the bits per hidden value of each row and region: of the first 1,000 test images
+where each row knows them exactly, of the first 40 where one needs particles, which take seconds an
 image. Scores of single images are kept in the run folders, so that an interrupted call continues.
 
 Data that are not in the project's data folder: see `quality.py`.
@@ -90,7 +90,7 @@ def scores_of(run: Path, region: str) -> np.ndarray:
     from imagegen.data.regions import read_region
     from imagegen.evaluation.hidden import score_region
     from imagegen.evaluation.scores import default_batch
-    from imagegen.generation.sampling_loop import particles_for
+    from imagegen.generation.turned import particles_for
 
     file = run / f"{region.replace(':', '-')}.npy"
     if file.exists():

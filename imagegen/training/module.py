@@ -71,17 +71,8 @@ class ImageModule(LightningModule):
         self.val_bits_per_hidden_value = MeanMetric(nan_strategy="disable")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean bits/dim of a batch, each image in a random one of the model's orientations."""
-        images, orientation = batch["images"], None
-        if self.model.orders > 1:
-            random = torch.rand(len(images), device=images.device) * self.model.orders
-            # Small numbers mirrored images when there were no other orientations.
-            orientation = self.model.orders - 1 - random.long()
-            images = turn(images, orientation)
-        if self.model.order == "any":
-            loss = self._region_loss(images, batch.get("labels"), orientation)
-        else:
-            loss = self.model.bits_per_dim(images, batch.get("labels"), orientation).mean()
+        """The `loss` of a batch, logged."""
+        loss, images = self.loss(batch), batch["images"]
         # Each process has a share of the batch; one alone would report its own.
         several = self.trainer.world_size > 1
         self.log(
@@ -92,6 +83,18 @@ class ImageModule(LightningModule):
             sync_dist=several,
         )
         return loss
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean bits/dim of a batch, each image in a random one of the model's orientations."""
+        images, orientation = batch["images"], None
+        if self.model.orders > 1:
+            random = torch.rand(len(images), device=images.device) * self.model.orders
+            # Small numbers mirrored images when there were no other orientations.
+            orientation = self.model.orders - 1 - random.long()
+            images = turn(images, orientation)
+        if self.model.order == "any":
+            return self._region_loss(images, batch.get("labels"), orientation)
+        return self.model.bits_per_dim(images, batch.get("labels"), orientation).mean()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds the bits/dim of each image, so that every image weighs the same.
