@@ -27,7 +27,7 @@ DATA, FASHION_DATA = "IMAGEGEN_SHARED_DATA", "IMAGEGEN_FASHION_MNIST"
 PHOTOGRAPHS_DATA = "IMAGEGEN_PHOTOGRAPHS"
 
 
-def _size(width: int) -> list[str]:
+def size_options(width: int) -> list[str]:
     return [
         "model.n_layers=4",
         f"model.d_model={width}",
@@ -72,7 +72,7 @@ PARTS = {
 
 def _sides(width: int, ours: list[str] = OURS, papers: list[str] = PAPER) -> dict[str, list[str]]:
     """The two rows that most tables have."""
-    size = _size(width)
+    size = size_options(width)
     return {"ours": [*ours, *size], "the paper's model, our optimizer": [*papers, *size]}
 
 
@@ -80,7 +80,7 @@ TABLES = {
     "mnist": Table(
         {
             **_sides(128),
-            "the paper's model and settings": [*PAPERS_OWN, *_size(128)],
+            "the paper's model and settings": [*PAPERS_OWN, *size_options(128)],
         },
         MNIST,
         1800.0,
@@ -109,7 +109,7 @@ TABLES = {
         root=FASHION_DATA,
     ),
     "parts": Table(
-        {row: [*options, *_size(128)] for row, options in PARTS.items()},
+        {row: [*options, *size_options(128)] for row, options in PARTS.items()},
         MNIST,
         600.0,
         images=2000,

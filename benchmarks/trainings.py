@@ -78,6 +78,7 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
     from imagegen.generation.sampling_loop import generate
     from imagegen.model.transformer import ImageTransformer
     from imagegen.training.model_options import model_options
+    from imagegen.training.module import ImageModule
     from imagegen.training.optimizers import build_optimizer
 
     keep_freed_memory()  # as train.py does
@@ -90,15 +91,17 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
         images = torch.from_numpy(dataset.split("train").images[: 3 * cfg.batch_size].copy())
         torch.manual_seed(0)
         model = ImageTransformer.from_options(dataset.spec, **model_options(config, dataset))
-        made[row] = (model, build_optimizer(instantiate(cfg.optimizer), model), images)
+        optimizer = instantiate(cfg.optimizer)
+        made[row] = (ImageModule(model, optimizer), build_optimizer(optimizer, model), images)
     steps: dict[str, list[float]] = {row: [] for row in made}
     drawn: dict[str, list[float]] = {row: [] for row in made}
     for turn in range(rounds + 1):
-        for row, (model, optimizer, images) in made.items():
+        for row, (module, optimizer, images) in made.items():
+            model = module.model
             for batch in images.chunk(3):
                 started = time.perf_counter()
                 optimizer.zero_grad()
-                model.bits_per_dim(batch).mean().backward()
+                module.loss({"images": batch}).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 if turn:  # the first round warms up

@@ -35,7 +35,8 @@ class SingleStep(nn.Module):
         _replace_bags(self.model)
         self.initial = self.model.initial_state(1)
         self.labelled = self.model.n_classes is not None
-        self.initial = dataclasses.replace(self.initial, labels=None)
+        # Images are drawn as they are, which needs no input.
+        self.initial = dataclasses.replace(self.initial, labels=None, orientation=None)
         self.state = {
             name: tensor for name, tensor in named_tensors(self.initial) if tensor.numel() > 0
         }

@@ -2,10 +2,10 @@
 
     -log2 p(hidden | kept) = log2 p(kept) - log2 p(all)
 
-is exact where all that is kept comes before all that is hidden in the order of the model. Of other
-regions, models of raster order know p(kept) by the estimate of their particles only (see
-`imagegen.generation.particles`). Its logarithm is too low on average, and so are the bits: less so
-with more particles.
+is exact where all that is kept comes before all that is hidden in the order of the model, and in
+the orientation in which it completes the image. Of other regions, models of raster order know
+p(kept) by the estimate of their particles only (see `imagegen.generation.particles`). Its logarithm
+is too low on average, and so are the bits: less so with more particles.
 
 Axes: `n` image, `h w c` height, width, channel.
 """
@@ -25,7 +25,7 @@ from imagegen.core.progress import image_progress
 from imagegen.data.regions import Region
 from imagegen.generation.drawing import Drawing, first_pixels, kept_steps, knows_any_order
 from imagegen.generation.particles import Report, draw_particles
-from imagegen.generation.sampling_loop import needs_particles, particles_for
+from imagegen.generation.turned import Turned, needs_particles, particles_for
 from imagegen.model.transformer import ImageTransformer
 
 
@@ -91,7 +91,8 @@ def score_hidden(
     """
     if knows_any_order(model):
         return _by_its_own_order(model, images, visible, batch_size, progress, labels), {}
-    kept = np.stack([kept_steps(model, each) for each in visible])
+    turned = Turned.of(model, images, visible)
+    kept = np.stack([kept_steps(model, each) for each in turned.visible])
     needing = [needs_particles(model, each) for each in kept]
     if drawing is None and any(needing):
         drawing = _drawing(model, labels)
@@ -99,14 +100,16 @@ def score_hidden(
     reports: dict[int, Report] = {}
     for first in range(0, len(images), batch_size):
         batch = slice(first, first + batch_size)
-        given = np.array(images[batch])
-        log_prob = _log_prob(model, given, None if labels is None else labels[batch])
+        given, orientation = np.array(turned.images[batch]), turned.orientation[batch]
+        known = None if labels is None else labels[batch]
+        log_prob = _log_prob(model, given, known, orientation)
         for i, image in enumerate(given, first):
             # The kept steps that come before all others cancel.
             nats[i] = -log_prob[i - first, kept[i].argmin() :].sum()
             if needing[i]:
                 assert drawing is not None
-                reports[i] = draw_particles(model, image, kept[i], i, [0], drawing, particles)[1]
+                told = (drawing, particles, int(turned.orientation[i]))
+                reports[i] = draw_particles(model, image, kept[i], i, [0], *told)[1]
                 nats[i] += reports[i].log_evidence
             if progress is not None:
                 progress(1)
@@ -121,10 +124,12 @@ def _log_prob(
     model: ImageTransformer,
     images: UInt8[np.ndarray, "n h w c"],
     labels: Int64[np.ndarray, " n"] | None,
+    orientation: Int64[np.ndarray, " n"],
 ) -> Float64[np.ndarray, "n steps"]:
     known = None if labels is None else torch.from_numpy(labels).to(model.device)
+    turns = torch.from_numpy(orientation).to(model.device)
     with inference(model):
-        found = model.log_prob(torch.from_numpy(images).to(model.device), known)
+        found = model.log_prob(torch.from_numpy(images).to(model.device), known, turns)
     summed: np.ndarray = found.cpu().double().sum(dim=-1).numpy()
     return summed
 

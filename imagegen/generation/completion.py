@@ -118,7 +118,7 @@ class Completions:
         drawing: Drawing,
         partial: Partial,
     ) -> None:
-        from imagegen.generation.sampling_loop import particles_for
+        from imagegen.generation.turned import orientations_for, particles_for
 
         self.model = model
         self.options = options
@@ -127,20 +127,24 @@ class Completions:
         self.n = len(partial.images)
         count = particles_for(model, partial.visible, options.particles)
         self.particles = {} if count is None else {"particles": count}
+        self.orientation = orientations_for(model, partial.visible)
         self.reports: dict[int, Report] = {}
 
     def entries(self) -> dict[str, Any]:
         """What the manifest says of the images."""
+        from imagegen.model.orientations import WORDS
+
         k = self.options.completions
         images = [
             {
                 "source": source,
                 **said,
+                **({"orientation": WORDS[orientation]} if orientation else {}),
                 "original": f"images/{_original(i)}",
                 "completions": [f"images/{_completion(i, j)}" for j in range(k)],
             }
-            for i, (source, said) in enumerate(
-                zip(self.partial.sources, self.partial.said, strict=True)
+            for i, (source, said, orientation) in enumerate(
+                zip(self.partial.sources, self.partial.said, self.orientation, strict=True)
             )
         ]
         return {"completions": k, **self.particles, "images": images}

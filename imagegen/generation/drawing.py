@@ -169,17 +169,22 @@ def initial_state(
     rows: int,
     drawing: Drawing,
     order: Bool[Tensor, "rows h w"] | None = None,
+    orientation: Int64[np.ndarray, " k"] | None = None,
 ) -> ModelState:
     """The state before the first step, of `rows` rows (twice as many with guidance).
 
     Args:
         order: see `first_pixels`.
+        orientation: of each of the images; as they are by default.
     """
-    labels = drawing.labels_of(images, rows)
+    labels, turns = drawing.labels_of(images, rows), None
     on_device = None if labels is None else labels.to(model.device)
-    if order is None:
-        return model.initial_state(rows * drawing.copies, on_device)
-    return model.initial_state(rows * drawing.copies, on_device, order.repeat(drawing.copies, 1, 1))
+    if orientation is not None:
+        turns = torch.from_numpy(np.resize(orientation, rows)).to(model.device)
+        turns = turns.repeat(drawing.copies)
+    if order is not None:
+        order = order.repeat(drawing.copies, 1, 1)
+    return model.initial_state(rows * drawing.copies, on_device, order, turns)
 
 
 @contextmanager

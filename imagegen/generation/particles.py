@@ -148,19 +148,22 @@ def draw_particles(
     forks: Sequence[int],
     drawing: Drawing,
     particles: int,
+    orientation: int = 0,
 ) -> tuple[UInt8[np.ndarray, "k h w c"], Report]:
     """Completions `forks` of an image, each one of its particles.
 
     Args:
+        image: in its orientation, as are the completions.
         kept: the steps whose values are kept; others of `image` do not matter.
         index: of the image, to which its random numbers belong.
         forks: the completions: each chooses by a number of its own, and the first few choices
             spread evenly over the weights, however many there are.
         particles: how many; a single one where nothing is left to chance.
+        orientation: of the image.
     """
     count = 1 if drawing.controls.greedy else particles
     with no_gradients(model):
-        cloud = _begin(model, image, kept, index, drawing, count)
+        cloud = _begin(model, image, kept, index, drawing, count, orientation)
         chance = uniforms(drawing.seed, index, _STREAM, len(kept) + 1)
         log_weights, report = _go_through(model, cloud, kept, chance, len(forks), drawing)
     picked = _inverted(log_weights, (_van_der_corput(forks) + chance[0]) % 1)
@@ -175,13 +178,14 @@ def _begin(
     index: int,
     drawing: Drawing,
     count: int,
+    orientation: int,
 ) -> Particles:
     """Particles before the first missing step."""
     first = int(kept.argmin())
     given = model.raster.to_sequence(torch.from_numpy(np.array(image[None])))
     # Nothing may depend on what is missing.
     given = given.masked_fill(torch.from_numpy(~kept)[None, :, None], 0)
-    state = initial_state(model, [index], 1, drawing)
+    state = initial_state(model, [index], 1, drawing, orientation=np.array([orientation]))
     if first:
         prefix = given[:, :first].to(model.device)
         parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)

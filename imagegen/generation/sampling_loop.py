@@ -32,11 +32,11 @@ from imagegen.generation.drawing import (
     first_pixels,
     initial_state,
     kept_steps,
-    knows_any_order,
     no_gradients,
     noise,
 )
 from imagegen.generation.particles import PARTICLES, Report, draw_particles
+from imagegen.generation.turned import Turned, needs_particles
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer, ModelState
 
@@ -182,9 +182,10 @@ def complete(
 ) -> UInt8[np.ndarray, "n k h w c"]:
     """Draw several completions of the visible part of each image, which is kept bit for bit.
 
-    Visible pixels that come first in the order of the model go through its parallel form once; the
-    state behind them is then forked. Where others follow those that are drawn, particles are drawn
-    and weighed; see `imagegen.generation.particles`.
+    A model that knows several orientations completes each image in the one in which most of what is
+    visible comes first. Visible pixels that come first in the order of the model go through its
+    parallel form once; the state behind them is then forked. Where others follow those that are
+    drawn, particles are drawn and weighed; see `imagegen.generation.particles`.
 
     Args:
         model: draws on its device; its training mode is left as it was.
@@ -231,55 +232,32 @@ def draw_completions(
     """
     batch_size = _checked_batch(batch_size)
     _check("particles", particles, 1)
+    given = Turned.of(model, images, visible)
     forks_of = defaultdict(list)
     for image, fork in chosen:
         forks_of[image].append(fork)
     alike = defaultdict(list)
     for image, forks in forks_of.items():
-        kept = kept_steps(model, visible[image])
+        kept = kept_steps(model, given.visible[image])
         if needs_particles(model, kept):
+            whole, orientation = given.images[image], int(given.orientation[image])
             drawn, told = draw_particles(
-                model, images[image], kept, image, forks, drawing, particles
+                model, whole, kept, image, forks, drawing, particles, orientation
             )
             if report is not None:
                 report(image, told)
-            yield [(image, fork) for fork in forks], drawn
+            pairs = [(image, fork) for fork in forks]
+            yield pairs, given.back(drawn, pairs)
         else:
             # All that is kept comes before all that is not.
             alike[int(kept.sum()), tuple(forks)].append(image)
-    yield from _draw_completions(model, images, visible, alike, drawing, batch_size)
-
-
-def needs_particles(model: ImageTransformer, kept: Bool[np.ndarray, " n"]) -> bool:
-    """Whether a step that is kept comes after one that is not, in the order of the model."""
-    return not knows_any_order(model) and bool(kept[int(kept.argmin()) :].any() and not kept.all())
-
-
-def particles_for(
-    model: ImageTransformer, visible: Bool[np.ndarray, "n h w"], given: int | None
-) -> int | None:
-    """How many particles an image has, where any of the images needs them; else None.
-
-    Args:
-        given: their number, if a user has typed it.
-
-    Raises:
-        UserError: for a number that has no effect.
-    """
-    if any(needs_particles(model, kept_steps(model, each)) for each in visible):
-        return given or PARTICLES
-    if given is not None:
-        raise UserError(
-            f"particles={given} has no effect, because all that is kept comes before what is "
-            "drawn; leave it out."
-        )
-    return None
+    for pairs, drawn in _draw_completions(model, given, alike, drawing, batch_size):
+        yield pairs, given.back(drawn, pairs)
 
 
 def _draw_completions(
     model: ImageTransformer,
-    images: UInt8[np.ndarray, "n h w c"],
-    visible: Bool[np.ndarray, "n h w"],
+    given: Turned,
     alike: Mapping[tuple[int, tuple[int, ...]], Sequence[int]],
     drawing: Drawing,
     batch_size: int,
@@ -292,31 +270,35 @@ def _draw_completions(
                 group = members[start : start + together]
                 pairs = [(image, fork) for image in group for fork in forks]
                 if first < model.raster.length:
-                    given = images[group], visible[group]
-                    yield pairs, _complete(model, *given, group, first, forks, drawing)
+                    yield pairs, _complete(model, given, group, first, forks, drawing)
                     continue
                 if drawing.progress:
                     drawing.progress(len(pairs))
-                yield pairs, images[group].repeat(len(forks), axis=0)
+                yield pairs, given.images[group].repeat(len(forks), axis=0)
 
 
 def _complete(
     model: ImageTransformer,
-    images: UInt8[np.ndarray, "n h w c"],
-    visible: Bool[np.ndarray, "n h w"],
+    given: Turned,
     indices: Sequence[int],
     first: int,
     forks: Sequence[int],
     drawing: Drawing,
 ) -> UInt8[np.ndarray, "b h w c"]:
-    """Completions `forks`, image by image, of images that keep as many first steps."""
+    """Completions `forks`, image by image, of images that keep as many first steps.
+
+    They are turned as the images are.
+    """
+    images, visible, orientation = (
+        part[indices] for part in (given.images, given.visible, given.orientation)
+    )
     filled = _round_up(len(images), ROW_GROUP // math.gcd(len(forks), ROW_GROUP))
     whole = torch.from_numpy(np.resize(images, (filled, *images.shape[1:]))).to(model.device)
     order = first_pixels(model, np.resize(visible, (filled, *visible.shape[1:])))
     streams = [(image, fork) for image in indices for fork in forks]
     with no_gradients(model):
         prefix = model.raster.to_sequence(whole, order)[:, :first]
-        state = initial_state(model, indices, filled, drawing, order)
+        state = initial_state(model, indices, filled, drawing, order, orientation)
         if first:
             parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)
         else:

@@ -25,6 +25,7 @@ class ModelState:
         recent: levels of the last steps, as many as the embedding looks back.
         layers: the attention states.
         labels: of the images, -1 for none; of models that know labels.
+        orientation: of the images; of models that know several, see `imagegen.model.orientations`.
         canvas: the values known so far; of models that know any order.
     """
 
@@ -32,13 +33,14 @@ class ModelState:
     recent: UInt8[Tensor, "b lookback s"]
     layers: list[AttentionState]
     labels: Int64[Tensor, " b"] | None = None
+    orientation: Int64[Tensor, " b"] | None = None
     canvas: Canvas | None = None
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
         tensors = [self.recent, *(tensor for layer in self.layers for tensor in layer.tensors())]
-        labels = [] if self.labels is None else [self.labels]
-        return [*tensors, *labels, *([] if self.canvas is None else self.canvas.tensors())]
+        told = [each for each in (self.labels, self.orientation) if each is not None]
+        return [*tensors, *told, *([] if self.canvas is None else self.canvas.tensors())]
 
     @property
     def nbytes(self) -> int:
@@ -49,16 +51,20 @@ class ModelState:
         """A copy that shares no memory with this state."""
         layers = [layer.clone() for layer in self.layers]
         labels = None if self.labels is None else self.labels.clone()
+        orientation = None if self.orientation is None else self.orientation.clone()
         canvas = None if self.canvas is None else self.canvas.clone()
-        return ModelState(self.position, self.recent.clone(), layers, labels, canvas)
+        return ModelState(self.position, self.recent.clone(), layers, labels, orientation, canvas)
 
     def repeat(self, times: int) -> ModelState:
         """Fork the state in new memory: image i becomes i * times to (i + 1) * times - 1."""
         layers = [layer.repeat(times) for layer in self.layers]
         recent = self.recent.repeat_interleave(times, dim=0)
-        labels = None if self.labels is None else self.labels.repeat_interleave(times, dim=0)
+        labels, orientation = (
+            None if told is None else told.repeat_interleave(times, dim=0)
+            for told in (self.labels, self.orientation)
+        )
         canvas = None if self.canvas is None else self.canvas.repeat(times)
-        return ModelState(self.position, recent, layers, labels, canvas)
+        return ModelState(self.position, recent, layers, labels, orientation, canvas)
 
     def select(self, rows: Int64[Tensor, " k"]) -> ModelState:
         """The state of these rows, in new memory; a row may come several times.

@@ -30,6 +30,7 @@ from imagegen.model.known_neighbourhood import (
     build_embedding,
 )
 from imagegen.model.labels import LabelEmbedding
+from imagegen.model.orientations import check_orders
 from imagegen.model.state import ModelState as ModelState
 
 NO_LABEL = -1
@@ -53,8 +54,12 @@ class ImageTransformer(nn.Module):
             image, see `LabelEmbedding`.
         label_dropout: share of labels withheld in training, so that the model also learns to do
             without (classifier-free guidance, Ho and Salimans, 2022).
-        flips: whether the model is told that an image is mirrored, for training on mirrored images
-            without drawing them.
+        orders: in how many orientations images are trained on, and told to the model: 1, 2
+            (mirrored too), 4 (upside down too) or 8 (turned by 90 degrees too); see
+            `imagegen.model.orientations`. Images are drawn as they are, and completed in the
+            orientation that suits what is visible.
+        flips: as orders=2, and a label's areas are those of the mirrored image; what options and
+            checkpoints of before say.
         order: of the values. In `any`, the visible pixels of a region come first and the others
             follow, each in the order of the raster; the embedding then sees known pixels on all
             sides. `raster` knows no regions.
@@ -79,6 +84,7 @@ class ImageTransformer(nn.Module):
         n_classes: int | None = None,
         label_grid: int = 1,
         label_dropout: float = 0.1,
+        orders: int = 1,
         flips: bool = False,
         order: str = "raster",
         whole_images: float = 0.25,
@@ -92,6 +98,7 @@ class ImageTransformer(nn.Module):
         for name, share in {**shares, "visible_weight": visible_weight}.items():
             if not 0 <= share <= 1:
                 raise UserError(f"model.{name}={share} must lie between 0 and 1.")
+        check_orders(orders, spec.height, spec.width)
         d_model = block.d_model
         self.spec = spec
         self.raster = Raster(spec, tokens)
@@ -101,8 +108,10 @@ class ImageTransformer(nn.Module):
         self.embedding = build_embedding(embedding, d_model, self.raster, order)
         self.label = None
         if n_classes is not None:
-            self.label = LabelEmbedding(n_classes, d_model, self.raster, label_grid)
-        self.flip = nn.Embedding(2, d_model) if flips else None
+            self.label = LabelEmbedding(n_classes, d_model, self.raster, label_grid, orders)
+        self.turns_areas = orders > 1
+        self.orders = max(orders, 2) if flips else orders
+        self.flip = nn.Embedding(self.orders, d_model) if self.orders > 1 else None
         if self.flip is not None:
             nn.init.normal_(self.flip.weight, std=d_model**-0.5)
         sizes = {"d_model": d_model, "n_heads": block.n_heads, "head_dim": block.head_dim}
@@ -154,7 +163,7 @@ class ImageTransformer(nn.Module):
         self,
         sequence: UInt8[Tensor, "b n s"],
         labels: Int64[Tensor, " b"] | None = None,
-        flipped: Bool[Tensor, " b"] | None = None,
+        orientation: Int64[Tensor, " b"] | None = None,
         visible: Bool[Tensor, "b h w"] | None = None,
     ) -> Float[Tensor, "b n p"]:
         """Distributions of the first n steps, each given the values before it (teacher forcing).
@@ -170,13 +179,13 @@ class ImageTransformer(nn.Module):
         seen: Tensor | Canvas = self._padded(sequence[:, :-1])
         if canvas is not None:
             seen = canvas.taken(sequence, step)
-        return self._parallel(seen, step, None, labels, flipped)[0]
+        return self._parallel(seen, step, None, labels, orientation)[0]
 
     def log_prob(
         self,
         images: UInt8[Tensor, "b h w c"],
         labels: Int64[Tensor, " b"] | None = None,
-        flipped: Bool[Tensor, " b"] | None = None,
+        orientation: Int64[Tensor, " b"] | None = None,
         visible: Bool[Tensor, "b h w"] | None = None,
     ) -> Float[Tensor, "b n s"]:
         """Natural log-probability of every value of the images, in the order of the steps.
@@ -185,7 +194,7 @@ class ImageTransformer(nn.Module):
             images: levels.
             labels: 0 to n_classes - 1, or -1 for no label; none by default. Models without classes
                 ignore them.
-            flipped: which images are mirrored; none by default.
+            orientation: of the images, 0 to `orders` - 1; 0 by default. Models of one ignore it.
             visible: the pixels that come first, of models that know any order; their number may
                 differ between images. None by default: the order is that of the raster.
 
@@ -193,13 +202,14 @@ class ImageTransformer(nn.Module):
             UserError: for visible pixels and a model that knows the order of the raster only.
         """
         sequence = self.raster.to_sequence(images, visible)
-        return self.head.log_prob(self.parameters_of(sequence, labels, flipped, visible), sequence)
+        parameters = self.parameters_of(sequence, labels, orientation, visible)
+        return self.head.log_prob(parameters, sequence)
 
     def bits_per_dim(
         self,
         images: UInt8[Tensor, "b h w c"],
         labels: Int64[Tensor, " b"] | None = None,
-        flipped: Bool[Tensor, " b"] | None = None,
+        orientation: Int64[Tensor, " b"] | None = None,
         visible: Bool[Tensor, "b h w"] | None = None,
     ) -> Float[Tensor, " b"]:
         """Negative log2-likelihood of each image, divided by its number of dimensions.
@@ -207,7 +217,7 @@ class ImageTransformer(nn.Module):
         With visible pixels, it is that of the others given them, divided by the number of those
         others' values; each image needs one.
         """
-        nats = -self.log_prob(images, labels, flipped, visible)
+        nats = -self.log_prob(images, labels, orientation, visible)
         if visible is None:
             return nats.flatten(1).mean(dim=1) / math.log(2)
         kept = self.raster.kept_steps(visible)
@@ -220,8 +230,11 @@ class ImageTransformer(nn.Module):
         batch_size: int,
         labels: Int64[Tensor, " b"] | None = None,
         visible: Bool[Tensor, "b h w"] | None = None,
+        orientation: Int64[Tensor, " b"] | None = None,
     ) -> ModelState:
-        """The state before the first step, of images of these labels; see `log_prob`.
+        """The state before the first step, of images of these labels and orientations.
+
+        Arguments are those of `log_prob`.
 
         Raises:
             UserError: for visible pixels and a model that knows the order of the raster only.
@@ -234,26 +247,32 @@ class ImageTransformer(nn.Module):
             device=self.device,
         )
         layers = [block.initial_state(batch_size) for block in self._blocks()]
-        canvas = self._canvas(batch_size, visible)
-        return ModelState(0, recent, layers, self._known(batch_size, labels), canvas)
+        if self.flip is None:
+            orientation = None
+        elif orientation is None:
+            orientation = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
+        known, canvas = self._known(batch_size, labels), self._canvas(batch_size, visible)
+        return ModelState(0, recent, layers, known, orientation, canvas)
 
     def prefill(
         self,
         prefix: UInt8[Tensor, "b n s"],
         state: ModelState | None = None,
         labels: Int64[Tensor, " b"] | None = None,
+        orientation: Int64[Tensor, " b"] | None = None,
     ) -> tuple[Float[Tensor, "b p"], ModelState]:
         """Take in a known part of the sequence through the parallel form.
 
         Args:
             prefix: values of the first n steps, or of the n steps that follow those of `state`.
-            state: continue from here; the beginning, of images of these `labels`, by default.
-            labels: see `log_prob`; a `state` has its own.
+            state: continue from here; the beginning, of images of these `labels` and
+                orientations, by default.
+            labels, orientation: see `log_prob`; a `state` has its own.
 
         Returns:
             The distribution of the step after the prefix, and the state to continue from.
         """
-        state = state or self.initial_state(prefix.shape[0], labels)
+        state = state or self.initial_state(prefix.shape[0], labels, orientation=orientation)
         # The first step of all has no value before it, so its prediction is still to be made.
         skipped = 0 if state.position == 0 else 1
         first, count = state.position - skipped, prefix.shape[1]
@@ -267,9 +286,12 @@ class ImageTransformer(nn.Module):
             step[skipped:],
             state.layers,
             state.labels,
+            state.orientation,
         )
         recent = window[:, window.shape[1] - self.embedding.lookback :].clone()
-        after = ModelState(first + count + 1, recent, layers, state.labels, canvas)
+        after = dataclasses.replace(
+            state, position=first + count + 1, recent=recent, layers=layers, canvas=canvas
+        )
         return parameters[:, -1], after
 
     def step(
@@ -290,14 +312,17 @@ class ImageTransformer(nn.Module):
                 # While a step is exported, the first one is given values too, that it ignores.
                 canvas = canvas.taken(values.unsqueeze(1), (step - 1).clamp(min=0))
         seen = recent if canvas is None else canvas
-        inputs, predicted = self._inputs(seen, step, state.labels)
+        inputs, predicted = self._inputs(seen, step, state.labels, state.orientation)
         x = inputs.squeeze(1)
         layers = []
         for block, layer in zip(self._blocks(), state.layers, strict=True):
             x, layer = block.step(x, layer)
             layers.append(layer)
         parameters = self.head(self.norm(x), None if predicted is None else predicted.squeeze(1))
-        return parameters, ModelState(state.position + 1, recent, layers, state.labels, canvas)
+        after = dataclasses.replace(
+            state, position=state.position + 1, recent=recent, layers=layers, canvas=canvas
+        )
+        return parameters, after
 
     @property
     def device(self) -> torch.device:
@@ -340,26 +365,26 @@ class ImageTransformer(nn.Module):
     def condition(
         self,
         labels: Int64[Tensor, " b"] | None,
-        flipped: Bool[Tensor, " b"] | None,
+        orientation: Int64[Tensor, " b"] | None,
         place: Int64[Tensor, "#b n"],
     ) -> Float[Tensor, "#b n_or_1 e"] | None:
-        """What the label and being mirrored add to the input of steps, or the same of all steps.
+        """What label and orientation add to the input of steps, or the same of all steps.
 
         None for models that know of neither.
 
         Args:
             labels: see `log_prob`; models that know labels need them.
-            flipped: see `log_prob`.
+            orientation: see `log_prob`.
             place: the steps, in the raster.
         """
         condition = None
         if self.label is not None and labels is not None:
-            condition = self.label(labels, place)
+            condition = self.label(labels, place, orientation if self.turns_areas else None)
         if self.flip is not None:
-            if flipped is None:
-                flipped = torch.zeros(1, dtype=torch.bool, device=self.device)
-            mirrored = self.flip(flipped.int()).unsqueeze(1)
-            condition = mirrored if condition is None else condition + mirrored
+            if orientation is None:
+                orientation = torch.zeros(1, dtype=torch.int64, device=self.device)
+            turned = self.flip(orientation).unsqueeze(1)
+            condition = turned if condition is None else condition + turned
         return condition
 
     def _inputs(
@@ -367,13 +392,13 @@ class ImageTransformer(nn.Module):
         seen: Tensor | Canvas,
         step: Tensor,
         labels: Tensor | None,
-        flipped: Tensor | None = None,
+        orientation: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The input of the blocks, "b n e", and the linear prediction of the values, "b n s"."""
         x, numbers = self.embedding(seen, step)
         predicted = None if self.prediction is None else self.prediction(numbers)
         place = seen.places(step) if isinstance(seen, Canvas) else step.unsqueeze(0)
-        condition = self.condition(labels, flipped, place)
+        condition = self.condition(labels, orientation, place)
         return self.dropout(x if condition is None else x + condition), predicted
 
     def _parallel(
@@ -382,9 +407,9 @@ class ImageTransformer(nn.Module):
         step: Tensor,
         states: list[AttentionState] | None,
         labels: Tensor | None,
-        flipped: Tensor | None = None,
+        orientation: Tensor | None = None,
     ) -> tuple[Tensor, list[AttentionState]]:
-        x, predicted = self._inputs(seen, step, labels, flipped)
+        x, predicted = self._inputs(seen, step, labels, orientation)
         layers = []
         for index, block in enumerate(self._blocks()):
             x, layer = block(x, states[index] if states else None)

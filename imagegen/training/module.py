@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 from imagegen.core.errors import UserError
 from imagegen.data.loading import Batch
 from imagegen.data.random_regions import random_regions
+from imagegen.model.orientations import turn
 from imagegen.model.transformer import ImageTransformer
 from imagegen.training.lightning_fixes import clip_gradients, step
 from imagegen.training.optimizers import OptimizerFactory, build_optimizer
@@ -70,15 +71,8 @@ class ImageModule(LightningModule):
         self.val_bits_per_hidden_value = MeanMetric(nan_strategy="disable")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean bits/dim of a batch, a random half of it mirrored if the model knows of that."""
-        images, flipped = batch["images"], None
-        if self.model.flip is not None:
-            flipped = torch.rand(len(images), device=images.device) < 0.5
-            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(2), images)
-        if self.model.order == "any":
-            loss = self._region_loss(images, batch.get("labels"), flipped)
-        else:
-            loss = self.model.bits_per_dim(images, batch.get("labels"), flipped).mean()
+        """The `loss` of a batch, logged."""
+        loss, images = self.loss(batch), batch["images"]
         # Each process has a share of the batch; one alone would report its own.
         several = self.trainer.world_size > 1
         self.log(
@@ -89,6 +83,18 @@ class ImageModule(LightningModule):
             sync_dist=several,
         )
         return loss
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean bits/dim of a batch, each image in a random one of the model's orientations."""
+        images, orientation = batch["images"], None
+        if self.model.orders > 1:
+            random = torch.rand(len(images), device=images.device) * self.model.orders
+            # Small numbers mirrored images when there were no other orientations.
+            orientation = self.model.orders - 1 - random.long()
+            images = turn(images, orientation)
+        if self.model.order == "any":
+            return self._region_loss(images, batch.get("labels"), orientation)
+        return self.model.bits_per_dim(images, batch.get("labels"), orientation).mean()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds the bits/dim of each image, so that every image weighs the same.
@@ -117,10 +123,12 @@ class ImageModule(LightningModule):
                 batch_size=len(images),
             )
 
-    def _region_loss(self, images: Tensor, labels: Tensor | None, flipped: Tensor | None) -> Tensor:
+    def _region_loss(
+        self, images: Tensor, labels: Tensor | None, orientation: Tensor | None
+    ) -> Tensor:
         """Mean bits of the values of a batch, in the order of a random region of each image."""
         visible = self._regions(images, self.model.whole_images)
-        nats = -self.model.log_prob(images, labels, flipped, visible).mean(dim=2)
+        nats = -self.model.log_prob(images, labels, orientation, visible).mean(dim=2)
         kept = self.model.raster.kept_steps(visible)
         step = torch.arange(nats.shape[1], device=nats.device)
         weight = torch.where(step < kept.unsqueeze(1), self.model.visible_weight, 1.0)

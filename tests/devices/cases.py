@@ -23,7 +23,7 @@ from imagegen.model.transformer import ImageTransformer
 from tests.attention.test_contract import cases as attentions
 
 HEADS = sorted((PROJECT_ROOT / "conf" / "head").glob("*.yaml"))
-COLOUR, GREY = ImageSpec(3, 2, 3, 9), ImageSpec(3, 2, 1, 9)
+COLOUR, GREY, SQUARE = ImageSpec(3, 2, 3, 9), ImageSpec(3, 2, 1, 9), ImageSpec(3, 3, 1, 9)
 N_CLASSES = 3
 
 ANY_ORDER = {
@@ -32,6 +32,8 @@ ANY_ORDER = {
     ("softmax", "mixture_of_logistics"): "subpixel",
 }
 """Tokens of the cases of any order, by mechanism and head."""
+TURNED = ("linear", "categorical")
+"""Mechanism and head of the case of eight orientations; the others are mirrored only."""
 
 
 def _mechanisms() -> Iterator[Any]:
@@ -49,6 +51,9 @@ def _heads() -> Iterator[Any]:
             if (name, head.stem) in ANY_ORDER:
                 tokens = ANY_ORDER[name, head.stem]
                 yield pytest.param((*options, "any", tokens), id=f"{head.stem}-{name}-any-order")
+            if (name, head.stem) == TURNED:
+                turned = (*options, "raster", "pixel", 8)
+                yield pytest.param(turned, id=f"{head.stem}-{name}-turned")
 
 
 MECHANISM_CASES, HEAD_CASES = list(_mechanisms()), list(_heads())
@@ -57,7 +62,7 @@ MECHANISM_CASES, HEAD_CASES = list(_mechanisms()), list(_heads())
 def make(case: tuple[Any, ...]) -> ImageTransformer:
     """A small model with all that a model can have beside its mechanism and its head."""
     attention, head, *others = case
-    order, tokens = others or ("raster", "pixel")
+    order, tokens, orders = (*others, *("raster", "pixel", 2)[len(others) :])
 
     def model(spec: ImageSpec) -> ImageTransformer:
         torch.manual_seed(0)
@@ -76,7 +81,7 @@ def make(case: tuple[Any, ...]) -> ImageTransformer:
             order=order,
             n_classes=N_CLASSES,
             label_grid=2,
-            flips=True,
+            orders=orders,
         )
         assert made.label is not None
         assert made.label.areas is not None
@@ -84,6 +89,8 @@ def make(case: tuple[Any, ...]) -> ImageTransformer:
         torch.nn.init.normal_(made.label.areas, std=0.3)
         return made.eval()
 
+    if orders == 8:
+        return model(SQUARE)
     try:
         return model(COLOUR)
     except UserError:  # A head of one value a step.
@@ -100,7 +107,7 @@ def labels_of(n: int) -> np.ndarray:
 
 
 def batch_of(model: ImageTransformer, n: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, labels and which of the images are mirrored, on the model's device."""
+    """Images, labels and orientations, on the model's device."""
     device = model.device
     images, labels = torch.from_numpy(images_of(model, n)), torch.from_numpy(labels_of(n))
-    return images.to(device), labels.to(device), (torch.arange(n) % 2 == 0).to(device)
+    return images.to(device), labels.to(device), ((5 - torch.arange(n)) % model.orders).to(device)

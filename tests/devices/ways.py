@@ -32,6 +32,7 @@ from imagegen.generation import decode
 from imagegen.generation.decode import graph
 from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
+from imagegen.model.orientations import turn
 from imagegen.model.transformer import ImageTransformer
 from imagegen.training.callbacks import Grids
 from imagegen.training.module import ImageModule
@@ -82,6 +83,7 @@ def _train(
 
 def _loss(model: ImageTransformer, images: Tensor, *others: Tensor) -> Tensor:
     """As in training: of any order, with the regions that the seed gives."""
+    images = turn(images, others[1])
     if model.order == "raster":
         return model.bits_per_dim(images, *others).mean()
     return ImageModule(model, torch.optim.AdamW)._region_loss(images, *others)

@@ -25,7 +25,7 @@ NEIGHBOURHOOD = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
 MODELS: dict[str, dict[str, Any]] = {
     "categorical": {"head": CATEGORICAL},
     "mixture of subpixels": {"head": MIXTURE},
-    "mixture of pixels": {"head": MIXTURE, "tokens": "pixel", "n_classes": 2},
+    "mixture of pixels": {"head": MIXTURE, "tokens": "pixel", "n_classes": 2, "orders": 2},
     "any order": {
         "head": MIXTURE,
         "tokens": "pixel",

@@ -164,7 +164,7 @@ def test_labels_reach_both_forms() -> None:
     without = model.parameters_of(sequence)
     assert torch.equal(without[2], expected[2])
     assert not torch.equal(without[:2], expected[:2])
-    mirrored = model.bits_per_dim(images, labels, torch.tensor([True, False, False]))
+    mirrored = model.bits_per_dim(images, labels, torch.tensor([1, 0, 0]))
     assert (mirrored == model.bits_per_dim(images, labels)).tolist() == [False, True, True]
 
 

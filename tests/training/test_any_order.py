@@ -18,6 +18,7 @@ from tests.helpers import SMALL, Interrupt, read_rows, read_weights, run_train, 
 ANY = [
     *SMALL,
     "model.order=any",
+    "model.orders=8",
     "logger=csv",
     "callbacks.grids.every=2",
     "trainer.log_every_n_steps=1",
@@ -43,7 +44,8 @@ def test_a_resumed_run_takes_the_very_steps(
 
     for name in ("train/bits_per_dim", "val/bits_per_dim", "val/bits_per_hidden_value"):
         assert of(whole, name) == of(parts, name) != []
-    assert load_checkpoint(whole).model.order == "any"
+    model = load_checkpoint(whole).model
+    assert (model.order, model.orders) == ("any", 8)
 
 
 @pytest.mark.parametrize(("whole_images", "weight"), [(0.0, 0.0), (0.0, 0.5), (1.0, 0.0)])

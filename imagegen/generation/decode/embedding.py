@@ -1,7 +1,7 @@
 """The input embedding of a step as a sum of rows of tables.
 
 Axes: `r` row, `n` position or place, `k` neighbour, `s` value per step, `v` level, `e` width, `p`
-predicted number.
+predicted number, `condition` label and orientation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from imagegen.generation.decode.compile import fast
 from imagegen.model.canvas import Canvas
 from imagegen.model.embeddings import LinearPrediction, Neighbourhood, ValueAndSinusoid
 from imagegen.model.known_neighbourhood import KnownNeighbourhood, KnownPrediction
-from imagegen.model.transformer import NO_LABEL, ImageTransformer
+from imagegen.model.transformer import NO_LABEL, ImageTransformer, ModelState
 
 
 class EmbeddingTables(NamedTuple):
@@ -143,22 +143,38 @@ def prediction_tables(
 @torch.no_grad()
 def condition_tables(
     model: ImageTransformer,
-) -> tuple[Float[np.ndarray, "labels areas e"], Int64[np.ndarray, " n"]]:
-    """What is added to the embedding for each label, and last for none, in each area.
+) -> tuple[Float[np.ndarray, "condition areas e"], Int64[np.ndarray, " n"]]:
+    """What is added to the embedding for each label and orientation, in each area.
 
     Returns:
-        Those tables, and the area of each place.
+        Those tables, of which `condition_of` names the rows, and the area of each place: places
+        are in one where they are in the same area of a label in every orientation.
     """
     width, length = model.embedding.d_model, model.raster.length
-    area, first = np.zeros(length, dtype=np.int64), [0]
+    area, first = np.zeros(length, dtype=np.int64), np.zeros(1, dtype=np.int64)
     if model.label is not None and model.label.areas is not None:
-        area = cast(Tensor, model.label.area).numpy()
-        first = np.unique(area, return_index=True)[1].tolist()
+        every = cast(Tensor, model.label.area).numpy()
+        _, first, area = np.unique(every, axis=1, return_index=True, return_inverse=True)
     labels = torch.tensor([*range(model.n_classes or 0), NO_LABEL])
-    tables = [model.condition(labels, None, torch.tensor([[place]])) for place in first]
-    if tables[0] is None:
+    orientation = torch.arange(model.orders).repeat(len(labels))
+    labels = labels.repeat_interleave(model.orders)
+    table = model.condition(labels, orientation, torch.from_numpy(first)[None])
+    if table is None:
         return np.zeros((1, 1, width), dtype=np.float32), area
-    return torch.cat(cast(list[Tensor], tables), dim=1).float().numpy(), area
+    return table.expand(-1, len(first), -1).float().numpy(), area.reshape(-1)
+
+
+def condition_of(
+    model: ImageTransformer, state: ModelState, part: slice
+) -> Int64[np.ndarray, " r"]:
+    """The row of `condition_tables` for each of some rows of a state."""
+    none, count = model.n_classes or 0, part.stop - part.start
+    label = orientation = np.zeros(count, dtype=np.int64)
+    if model.n_classes is not None:
+        label = np.full(count, none) if state.labels is None else state.labels[part].numpy()
+    if state.orientation is not None:
+        orientation = state.orientation[part].numpy()
+    return np.where(label < 0, none, label) * model.orders + orientation
 
 
 class Order(NamedTuple):
@@ -243,7 +259,7 @@ def embed(sequence, position, order, tables, condition, area, label, x, first, s
         order: of the steps, see `Order`.
         tables: see `EmbeddingTables`.
         condition, area: see `condition_tables`.
-        label: "r", the condition of each row.
+        label: "r", the condition of each row; see `condition_of`.
         x: "r e", written.
         first, stop: the rows to go through.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 from imagegen.core.machine import threads
 from imagegen.generation.decode import Decoder, Particles
 from imagegen.generation.decode.attention import work_size
-from imagegen.generation.decode.embedding import order_of
+from imagegen.generation.decode.embedding import condition_of, order_of
 from imagegen.generation.decode.integer import UNROLL
 from imagegen.generation.decode.loop import Rows, Settings, run
 from imagegen.generation.decode.matmul import TILE_ROWS
@@ -194,11 +194,6 @@ class FusedDecoder(Decoder):
         def room(features: int, kind: type = np.float32) -> np.ndarray:
             return np.zeros((count, features), dtype=kind)
 
-        # The last condition is that of no label.
-        label = np.full(count, len(weights.condition) - 1)
-        if state.labels is not None:
-            own = state.labels[part].numpy()
-            label = np.where(own < 0, label, own)
         known = room(weights.head.width)
         known[:, : parameters.shape[1]] = parameters[part].float().numpy()
         states = [
@@ -220,7 +215,7 @@ class FusedDecoder(Decoder):
             ones=np.ones(s.shape[3], dtype=np.float32),
             order=order,
             sequence=own,
-            label=label,
+            label=condition_of(model, state, part),
             noise=noise[part],
             predicted=room(weights.prediction.table.shape[4]),
             x=room(width),

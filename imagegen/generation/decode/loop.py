@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     """
 
     embedding: EmbeddingTables
-    condition: Float32[np.ndarray, "labels areas e"]
+    condition: Float32[np.ndarray, "condition areas e"]
     area: Int64[np.ndarray, " n"]
     prediction: PredictionTables
     mix: Matrix

@@ -29,7 +29,6 @@ from numba.core.caching import NullCache  # noqa: E402
 from imagegen.core.spec import ImageSpec  # noqa: E402
 from imagegen.generation import decode  # noqa: E402
 from imagegen.generation.decode.compile import target  # noqa: E402
-from tests.helpers import tiny_model  # noqa: E402
 
 
 class _Compiled(Exception):
@@ -53,9 +52,11 @@ def _machine_code(function: Any, *arguments: Any) -> str:
 @torch.no_grad()
 def main() -> None:
     """What the module says."""
-    fused = decode._fused()
-    fused.run = _compile_only
     for kind in KINDS:
+        from tests.helpers import tiny_model  # imports Lightning
+
+        fused = decode._fused()
+        fused.run = _compile_only
         attention = {"_target_": f"imagegen.attention.{kind}"}
         decoder = fused.FusedDecoder(tiny_model(ImageSpec(4, 4, 1, 17), attention=attention))
         try:

@@ -14,7 +14,13 @@ from imagegen.core.spec import ImageSpec
 from imagegen.data.regions import read_region
 from imagegen.generation import decode, particles
 from imagegen.generation.decode import choose_decoder, fused
-from imagegen.generation.decode.embedding import condition_tables, embed, order_of, tables_of
+from imagegen.generation.decode.embedding import (
+    condition_of,
+    condition_tables,
+    embed,
+    order_of,
+    tables_of,
+)
 from imagegen.generation.decode.fused import FusedDecoder
 from imagegen.generation.decode.prepare import why_not
 from imagegen.generation.sampling_loop import complete, generate
@@ -87,6 +93,9 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
     "softmax": (ImageSpec(6, 5, 1, 17), {"attention": _attention("softmax.SoftmaxAttention")}),
     "plain sub-pixels": (ImageSpec(5, 4, 3), {"tokens": "pixel", "head_dim": 5}),
 }
+
+# Areas of different sizes, which turning does not map onto each other.
+TURNED = {**MODELS["pixels"][1], "flips": False, "orders": 8}
 
 
 @pytest.fixture(params=MODELS)
@@ -287,25 +296,26 @@ def _seeded(seed: int) -> torch.Generator:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", ["paper", "default", "pixels", "plain sub-pixels", "any order, sub-pixels"]
+    "name", ["paper", "default", "pixels", "plain sub-pixels", "any order, sub-pixels", "turned"]
 )
 def test_tables_are_the_embedding(name: str) -> None:
-    spec, options = MODELS[name]
+    spec, options = {**MODELS, "turned": (ImageSpec(6, 6, 3), TURNED)}[name]
     model = tiny_model(spec, **options)
     images = torch.randint(0, spec.levels, (3, *spec.shape), dtype=torch.uint8)
     sequence = model.raster.to_sequence(images)
     labels, step = torch.tensor([-1, 0, 2]), torch.arange(model.raster.length)
-    state = model.initial_state(3)
+    orientation = torch.tensor([0, 1, 6]) % model.orders
+    state = model.initial_state(3, labels, orientation=orientation)
     seen = model._padded(sequence[:, :-1])
     if state.canvas is not None:
         seen = state.canvas.taken(sequence, step)
     expected, _ = model.embedding(seen, step)
-    added = model.condition(labels, None, step.unsqueeze(0))
+    added = model.condition(labels, orientation, step.unsqueeze(0))
     if added is not None:
         expected = expected + added
     tables, order = tables_of(model.embedding), order_of(state.canvas, slice(0, 3), len(step))
     condition, area = condition_tables(model)
-    rows = labels.numpy() if model.n_classes else np.zeros(3, dtype=np.int64)
+    rows = condition_of(model, state, slice(0, 3))
     for position in range(model.raster.length):
         x = np.empty((3, 16), dtype=np.float32)
         embed(
@@ -315,7 +325,7 @@ def test_tables_are_the_embedding(name: str) -> None:
             tables,
             condition,
             area,
-            np.where(rows < 0, len(condition) - 1, rows),
+            rows,
             x,
             0,
             3,
