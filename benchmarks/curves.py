@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
+from imagegen.tracking.curves import AGAINST, frame, points_of
+from imagegen.tracking.metrics_rows import read_rows
 
 # Points of the training loss, one every ten steps, that a point of a curve is the mean of.
 WINDOW = 20
@@ -32,19 +32,14 @@ def curve_of(metrics: Path, row: str, seed: int, speed: Mapping[str, float]) -> 
         row, seed: name the run.
         speed: `seconds_a_step` and `batch_size` of the row.
     """
-    with metrics.open(encoding="utf-8") as lines:
-        points = [
-            (int(line["step"]) + 1, float(line["train/bits_per_dim"]))
-            for line in csv.DictReader(lines)
-            if line["train/bits_per_dim"]
-        ]
-    steps, bits = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    groups = range(0, len(steps) - len(steps) % WINDOW, WINDOW)
-    middle = np.array([steps[first : first + WINDOW].mean() for first in groups])
-    mean = [float(bits[first : first + WINDOW].mean()) for first in groups]
-    seconds = middle * speed["seconds_a_step"]
-    images = middle * speed["batch_size"]
-    return Curve(row, seed, seconds.round(2).tolist(), images.tolist(), np.round(mean, 4).tolist())
+    train = points_of(read_rows(metrics), "train/bits_per_dim", speed["batch_size"])
+    whole = len(train.steps) - len(train.steps) % WINDOW
+    steps, images, bits = (
+        each[:whole].reshape(-1, WINDOW).mean(axis=1)
+        for each in (train.steps, train.images, train.bits_per_dim)
+    )
+    seconds = (steps * speed["seconds_a_step"]).round(2)
+    return Curve(row, seed, seconds.tolist(), images.tolist(), bits.round(4).tolist())
 
 
 def write_curves(curves: Sequence[Curve], path: Path) -> None:
@@ -61,13 +56,10 @@ def write_curves(curves: Sequence[Curve], path: Path) -> None:
         for side, x in zip(sides, (curve.seconds, curve.images), strict=True):
             label = curve.row if curve.seed == 0 else None
             side.plot(x, curve.bits_per_dim, color=colours[curve.row], label=label, linewidth=1)
-    lowest = min(min(curve.bits_per_dim) for curve in curves)
     # The fall of the first steps would leave no room for the rest.
-    highest = max(max(curve.bits_per_dim[1:], default=2 * lowest) for curve in curves)
-    for side, name in zip(sides, ("seconds of training", "images seen"), strict=True):
-        side.set_xlabel(name)
-        side.grid(alpha=0.3)
-        side.set_ylim(0.95 * lowest, 1.02 * highest)
+    seen = [bits for curve in curves for bits in curve.bits_per_dim[1:]]
+    for side, name in zip(sides, ("seconds", "images"), strict=True):
+        frame(side, AGAINST[name], seen)
     sides[0].set_ylabel("training bits/dim")
     lines = sides[0].get_legend_handles_labels()[0]
     figure.legend(handles=lines, loc="outside lower center", ncols=2)

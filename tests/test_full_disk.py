@@ -14,7 +14,8 @@ import pytest
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.commands import compress, decompress, evaluate, export, sample
-from imagegen.tracking.metrics_file import MetricsFile, read_rows
+from imagegen.tracking.metrics_file import MetricsFile
+from imagegen.tracking.metrics_rows import read_rows
 from tests.helpers import SMALL, run_main, run_train, save_tiny_checkpoint, tree
 
 resource = pytest.importorskip("resource", reason="file sizes are limited as Unix does")

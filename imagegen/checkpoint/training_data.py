@@ -264,6 +264,10 @@ class Relabelled(ImageDataset):
         assert split.labels is not None  # class_numbers has refused a data set without
         return ImageSplit(split.images, self.numbers[split.labels])
 
+    def sources(self, which: str) -> list[str]:
+        """As of the data set itself."""
+        return self.dataset.sources(which)
+
     def digests(self, which: str) -> Int64[np.ndarray, " n"]:
         """As of the data set itself."""
         return self.dataset.digests(which)

@@ -10,6 +10,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 IN_CLONE = not (PACKAGE / "conf").is_dir()
 """In a clone, conf/ is at the top; a wheel has it inside the package."""
 
+CONF = (PACKAGE.parent if IN_CLONE else PACKAGE) / "conf"
+"""The configurations that come with the package."""
+
 PROJECT_ROOT = PACKAGE.parent if IN_CLONE else Path.cwd()
 """The folder that holds data/ and outputs/: the clone or, without one, the working directory."""
 

@@ -87,6 +87,14 @@ class ImageDataset(ABC):
             UserError: where data are missing or broken, or `which` is not a split.
         """
 
+    def sources(self, which: str) -> list[str]:
+        """What to call each image of a split: its file or else its place, such as mnist/test/7.
+
+        Raises:
+            UserError: as `split`.
+        """
+        return [f"{self.name}/{which}/{index}" for index in range(len(self.split(which)))]
+
     def digests(self, which: str) -> Int64[np.ndarray, " n"]:
         """`image_digests` of a split, in its order.
 

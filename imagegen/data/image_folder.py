@@ -129,6 +129,11 @@ class ImageFolder(ImageDataset):
             images[self._place(which)], None if labels is None else labels[self._rows[which]]
         )
 
+    def sources(self, which: str) -> list[str]:
+        """The path of each file below the root."""
+        check_split_name(which)
+        return [self._listing.files[row].path for row in self._rows[which]]
+
     def digests(self, which: str) -> Int64[np.ndarray, " n"]:
         """`image_digests` of a split, as they were when the images were converted."""
         check_split_name(which)

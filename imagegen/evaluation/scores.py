@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,10 @@ from jaxtyping import Float64, Int64, UInt8
 
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
-from imagegen.core.files import ensure_writable, write_atomic
+from imagegen.core.files import staged_folder, write_atomic
 from imagegen.core.machine import describe
 from imagegen.core.progress import image_progress
-from imagegen.data.base import SPLIT_NAMES
-from imagegen.data.regions import Region, read_region
-from imagegen.generation.options import PRECISIONS
+from imagegen.evaluation.options import ScoreOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +76,7 @@ def score_images(
             scores[first : first + len(batch)] = bits.cpu().double().numpy()
             if progress is not None:
                 progress(len(batch))
-    return _checked(scores)
+    return checked(scores)
 
 
 def default_batch(model: ImageTransformer) -> int:
@@ -141,69 +139,10 @@ def standard_error(scores: Float64[np.ndarray, " n"]) -> float | None:
     return float(scores.std(ddof=1) / math.sqrt(len(scores)))
 
 
-@dataclass(frozen=True)
-class ScoreOptions:
-    """What to score and how, as `conf/evaluate.yaml` says.
-
-    Attributes:
-        dataset: options of the checkpoint's data set to replace.
-        visible: the pixels that are kept, if those hidden are to be scored given them.
-        particles: of an image that needs them; None if nobody has said.
-        out: JSON file to write, if any.
-    """
-
-    ckpt: str
-    split: str
-    batch_size: int | None
-    limit: int | None
-    labels: bool
-    classify: bool
-    precision: str | None
-    visible: Region | None
-    particles: int | None
-    dataset: Mapping[str, Any]
-    device: str
-    out: Path | None
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ScoreOptions:
-        """Check the plain values of `conf/evaluate.yaml`.
-
-        Raises:
-            UserError: naming the first option that cannot be.
-        """
-        options = cls(
-            ckpt=opt.checkpoint_path(config["ckpt"]),
-            split=opt.choice(config["split"], "split", SPLIT_NAMES),
-            batch_size=opt.optional_whole_number(config["batch_size"], "batch_size", 1),
-            limit=opt.optional_whole_number(config["limit"], "limit", 1),
-            labels=opt.flag(config["labels"], "labels"),
-            classify=opt.flag(config["classify"], "classify"),
-            precision=None
-            if config["precision"] is None
-            else opt.choice(str(config["precision"]), "precision", PRECISIONS),
-            visible=None if config["visible"] is None else read_region(config["visible"]),
-            particles=opt.optional_whole_number(config["particles"], "particles", 1),
-            dataset=config["dataset"] or {},
-            device=str(config["device"]),
-            out=None if config["out"] is None else opt.one_path(config["out"], "out"),
-        )
-        if options.classify and options.precision is not None:
-            raise UserError("precision and classify=true do not go together; leave one out.")
-        if options.visible is None and options.particles is not None:
-            raise UserError(f"particles={options.particles} needs visible=; add it.")
-        for name in ("precision", "classify"):
-            if options.visible is not None and getattr(options, name):
-                raise UserError(f"visible and {name} do not go together; leave one out.")
-        if options.classify and not options.labels:
-            raise UserError("labels=false and classify=true do not go together; leave one out.")
-        if options.out is not None:
-            ensure_writable(options.out)
-        return options
-
-
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
     """Do what `conf/evaluate.yaml` and the command line ask; print bits/dim in one line.
+
+    With `maps`, print some images as well, the most surprising first.
 
     Returns:
         what is written to `out`, if that is given.
@@ -211,10 +150,20 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: for anything that cannot be; then nothing is written.
     """
+    options = ScoreOptions.from_config(opt.plain(config))
+    if options.maps is None:
+        return _run(options, None)
+    with staged_folder(options.maps, owned=()) as folder:
+        result = _run(options, folder)
+    print(f"maps: {options.maps}")
+    return result
+
+
+def _run(options: ScoreOptions, maps: Path | None) -> dict[str, Any]:
+    """`run`, with an empty folder to fill with maps, if any."""
     from imagegen.checkpoint.provenance import load_source, versions
     from imagegen.checkpoint.training_data import count_trained_on, dataset_of
 
-    options = ScoreOptions.from_config(opt.plain(config))
     device = opt.resolve_device(options.device)
     source = load_source(options.ckpt, device)
     model, metadata = source.loaded.model, source.loaded.metadata
@@ -228,7 +177,10 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     labels = _labels(options, source.loaded, dataset, data)
     trained_on = count_trained_on(metadata, dataset, options.split, len(images))
     started = perf_counter()
-    scores, found = _scored(model, images, labels, options)
+    if maps is None:
+        scores, found = _scored(model, images, labels, options)
+    else:
+        scores, found = _mapped(maps, model, images, labels, options, dataset, data)
     result = {
         "bits_per_dim" if options.visible is None else "bits_per_hidden_value": float(
             scores.mean()
@@ -249,6 +201,8 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     # Printed first, so that a disk that fills up meanwhile does not cost the result.
     print(summary(result))
+    for row in result.get("most_surprising", ()):
+        print(f"  {row['said']}")
     if options.out is not None:
         write_atomic(options.out, json.dumps(result, indent=2) + "\n")
     return result
@@ -290,7 +244,7 @@ def _scored(
         scores, said = score_region(
             model, images, options.visible, labels, options.particles, batch_size
         )
-        return _checked(scores), said
+        return checked(scores), said
     with image_progress("evaluating", len(images)) as advance:
         if options.classify and labels is not None:
             every = classify_images(model, images, options.batch_size, advance)
@@ -300,8 +254,35 @@ def _scored(
         return scores, {}
 
 
-def _checked(scores: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    """The scores, if all are finite.
+def _mapped(
+    folder: Path,
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    labels: Int64[np.ndarray, " n"] | None,
+    options: ScoreOptions,
+    dataset: ImageDataset,
+    data: ImageSplit,
+) -> tuple[Float64[np.ndarray, " n"], dict[str, Any]]:
+    """bits/dim of each image, whose maps are drawn on the way, and the most surprising ones."""
+    from imagegen.evaluation.maps import PRINTED, write_maps
+
+    names = [""] * len(images)
+    if data.labels is not None:
+        classes = dataset.class_names
+        names = [classes[y] if classes else str(y) for y in data.labels[: len(images)]]
+    sources = dataset.sources(options.split)
+    with image_progress("evaluating", len(images)) as advance:
+        rows = write_maps(
+            folder, model, images, labels, sources, names, options.batch_size, advance
+        )
+    scores = np.empty(len(rows))
+    scores[[row.index for row in rows]] = [row.bits_per_dim for row in rows]
+    first = [{**asdict(row), "said": row.said} for row in rows[:PRINTED]]
+    return scores, {"maps": str(options.maps), "most_surprising": first}
+
+
+def checked(scores: Float64[np.ndarray, " n"], first: int = 0) -> Float64[np.ndarray, " n"]:
+    """The scores of images, counted from `first`, if all are finite.
 
     Raises:
         UserError: for others.
@@ -309,8 +290,8 @@ def _checked(scores: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
     wrong = np.flatnonzero(~np.isfinite(scores))
     if wrong.size:
         raise UserError(
-            f"the model scores image {wrong[0]} as {scores[wrong[0]]} bits/dim, so its training "
-            "must have diverged; evaluate another checkpoint."
+            f"the model scores image {first + wrong[0]} as {scores[wrong[0]]} bits/dim, so its "
+            "training must have diverged; evaluate another checkpoint."
         )
     return scores
 

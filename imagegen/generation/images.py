@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image, ImageDraw, ImageFont
+from PIL.ImageFont import FreeTypeFont
 
 from imagegen.core.errors import UserError
 from imagegen.core.files import write_atomic
@@ -132,6 +134,12 @@ def make_grid(
     return grid
 
 
+@cache
+def caption_font() -> FreeTypeFont | ImageFont.ImageFont:
+    """The font of captions, which takes longer to load than to use."""
+    return ImageFont.load_default(CAPTION_HEIGHT - 4)
+
+
 def with_captions(
     grid: UInt8[np.ndarray, "H W c"], captions: Sequence[str]
 ) -> UInt8[np.ndarray, "H2 W c"]:
@@ -144,7 +152,7 @@ def with_captions(
     _, width, channels = grid.shape
     strip = Image.new("L", (width, CAPTION_HEIGHT), PADDING_VALUE)
     drawn = ImageDraw.Draw(strip)
-    font = ImageFont.load_default(CAPTION_HEIGHT - 4)
+    font = caption_font()
     column = width / len(captions)
     for index, caption in enumerate(captions):
         fits = next(

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int, Int64, Integer, UInt8
+from jaxtyping import Bool, Float, Int, Int64, Integer, Shaped, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -107,10 +107,13 @@ class Raster:
         """The inverse of `to_sequence`."""
         if visible is not None:
             sequence = _gathered(sequence, self.ranks(visible))
-        images = rearrange(
+        return self.arranged(sequence).byte()
+
+    def arranged(self, sequence: Shaped[Tensor, "b n s"]) -> Shaped[Tensor, "b h w c"]:
+        """A number for each value, in the order of the raster, at the places of the values."""
+        return rearrange(
             sequence, "b (h w p) s -> b h w (p s)", w=self.spec.width, p=self.steps_per_pixel
         )
-        return images.byte()
 
 
 def _gathered(sequence: Tensor, steps: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from imagegen.core.build import check_section
 from imagegen.core.errors import UserError
 from imagegen.core.processes import is_first_process
-from imagegen.tracking.metrics_file import MetricsFile, read_rows
+from imagegen.tracking.metrics_file import MetricsFile
+from imagegen.tracking.metrics_rows import read_rows
 from imagegen.tracking.wandb_file import last_wandb_step
 from imagegen.tracking.wandb_run import WandbRun
 

@@ -14,6 +14,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.core.files import write_atomic
+from imagegen.tracking.metrics_rows import read_rows
 
 
 class MetricsFile(Logger):
@@ -118,16 +119,3 @@ class MetricsFile(Logger):
 
 def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
-
-
-def read_rows(path: Path, before_step: int | None = None) -> list[dict[str, str]]:
-    """The rows of a metrics file whose step is below `before_step`; broken ones are left out."""
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except FileNotFoundError:
-        return []
-    whole = [row for row in rows if None not in row and None not in row.values()]
-    if before_step is None:
-        return whole
-    return [row for row in whole if row["step"].isdigit() and int(row["step"]) < before_step]

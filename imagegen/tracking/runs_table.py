@@ -166,7 +166,7 @@ def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
     for run in runs:
         table.add_row(
             # Not as strings, in which rich reads [brackets] as markup.
-            Text(_shown(run.folder, roots)),
+            Text(shown_folder(run.folder, roots)),
             Text(" ".join(text for text in run.overrides if text not in common)),
             "" if run.best is None else f"{run.best:.4f}",
             f"{run.steps:,}",
@@ -179,7 +179,8 @@ def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
     Console(width=None if known else WIDTH).print(table)
 
 
-def _shown(folder: Path, roots: Sequence[Path]) -> str:
+def shown_folder(folder: Path, roots: Sequence[Path]) -> str:
+    """A run folder below the roots that were asked for, as short as is clear."""
     if len(roots) == 1 and folder != roots[0]:
         return str(folder.relative_to(roots[0]))
     return str(folder)

@@ -36,6 +36,7 @@ def summarize(
         "seconds": 0.0,
         "images_per_second": None,
         "parameters": parameters,
+        "processes": trainer.world_size,
         "stopped_early": why_stopped(trainer),
         "machine": dict(machine),
     }

@@ -27,6 +27,7 @@ from imagegen.evaluation.coding import decode as decode_images
 from imagegen.evaluation.coding import encode
 from imagegen.evaluation.hidden import score_hidden
 from imagegen.evaluation.scores import classify_images, score_images
+from imagegen.evaluation.surprise import bits_of_pixels, distribution_at, likeliest
 from imagegen.generation import decode
 from imagegen.generation.decode import graph
 from imagegen.generation.sampling_loop import complete, generate
@@ -213,6 +214,14 @@ def scores_of_regions(model: ImageTransformer) -> Any:
         score_hidden(model, images, visible, 6, batch_size=2, labels=known)[0]
         for known in (None, labels_of(3))
     ]
+
+
+@way(OF_HEADS)
+def surprise(model: ImageTransformer) -> Any:
+    images = images_of(model, 3)
+    found = [bits_of_pixels(model, images, known, 2) for known in (None, labels_of(3))]
+    last = (size - 1 for size in images.shape[1:])
+    return [*found, likeliest(model, images), distribution_at(model, images[0], *last)]
 
 
 @way(OF_HEADS)

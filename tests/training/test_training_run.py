@@ -26,6 +26,7 @@ from imagegen.core.durations import parse_duration
 from imagegen.core.errors import UserError
 from imagegen.data.datamodule import ImageDataModule
 from imagegen.data.digits import Digits
+from imagegen.tracking.curves import curves
 from imagegen.training.optimizers import optimizer_factory
 from tests.helpers import SMALL, Interrupt, read_rows, read_weights, run_train, tiny_model
 
@@ -60,6 +61,11 @@ def test_a_run_leaves_everything(
     validated = [float(row["val/bits_per_dim"]) for row in rows if row["val/bits_per_dim"]]
     assert len(validated) == 2
     assert min(validated) == pytest.approx(summary["best_bits_per_dim"])
+    (curve,) = curves([run])
+    assert curve.val.bits_per_dim.tolist() == validated
+    assert summary["processes"] == 1
+    np.testing.assert_array_equal(curve.train.images, curve.train.steps * 32)
+    assert (np.diff(curve.train.seconds) > 0).all()
 
     pictures = sorted(path.name for path in (run / "samples").iterdir())
     assert pictures == [

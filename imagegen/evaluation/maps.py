@@ -1,0 +1,184 @@
+"""Pictures of the bits of every pixel and a table of all images, the most surprising first.
+
+Axes: `n` image, `h w c` height, width, channel; `H W` of a picture.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float64, Int64, UInt8
+from PIL import Image, ImageDraw
+
+from imagegen.core.spec import ImageSpec
+from imagegen.evaluation.scores import checked, default_batch
+from imagegen.evaluation.surprise import bits_of_pixels
+from imagegen.generation.images import (
+    CAPTION_HEIGHT,
+    PADDING_VALUE,
+    caption_font,
+    encode_png,
+    grid_limit,
+    make_grid,
+    to_display,
+    with_captions,
+)
+from imagegen.model.transformer import ImageTransformer
+
+GRID_IMAGES = 20
+"""Images in `grid.png`."""
+
+PRINTED = 5
+"""Images that the command names."""
+
+_MIN_SIDE = 112
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scored image.
+
+    Attributes:
+        bits_per_dim: of the image.
+        index: in its split.
+        label: name of its class; empty where the data set has none.
+        source: its file or place.
+        file: its picture, in the folder.
+    """
+
+    bits_per_dim: float
+    index: int
+    label: str
+    source: str
+    file: str
+
+    @property
+    def said(self) -> str:
+        """The row in words."""
+        label = f" ({self.label})" if self.label else ""
+        text = f"{self.bits_per_dim:.4f} bits/dim  {self.source}{label}"
+        # A file may have any name.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def write_maps(
+    folder: Path,
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    labels: Int64[np.ndarray, " n"] | None,
+    sources: Sequence[str],
+    names: Sequence[str],
+    batch_size: int | None,
+    progress: Callable[[float], None],
+) -> list[Row]:
+    """Fill a folder with a picture of each image, a table of all, and the first in a grid.
+
+    No more than a batch of images and maps is held at a time.
+
+    Args:
+        folder: empty.
+        model, images, labels, batch_size, progress: as in `score_images`.
+        sources, names: what to call each image, and its class or nothing.
+
+    Returns:
+        A row for each image, the most surprising first.
+
+    Raises:
+        UserError: where a score is not finite.
+    """
+    (folder / "images").mkdir()
+    rows = []
+    batch_size = batch_size or default_batch(model)
+    for first in range(0, len(images), batch_size):
+        batch = slice(first, first + batch_size)
+        known = None if labels is None else labels[batch]
+        bits = bits_of_pixels(model, images[batch], known, batch_size)
+        scores = checked(bits.sum(axis=(1, 2)) / model.spec.dims, first)
+        for index, score in enumerate(scores.tolist(), first):
+            image, each = images[index], bits[index - first]
+            row = Row(score, index, names[index], sources[index], f"images/{index:05d}.png")
+            picture = draw_map(image, each, model.spec, row.said)
+            _write(folder / row.file, picture, model.spec)
+            rows.append(row)
+        progress(len(bits))
+    rows.sort(key=lambda row: (-row.bits_per_dim, row.index))
+    _write_table(folder / "images.csv", rows)
+    count = min(GRID_IMAGES, grid_limit(*picture.shape[:2]))
+    tiles = [_read(folder / row.file)[:-CAPTION_HEIGHT] for row in rows[:count]]
+    grid = make_grid(np.stack(tiles), columns=4, padding=8, min_side=1)
+    _write(folder / "grid.png", grid, model.spec)
+    return rows
+
+
+def draw_map(
+    image: UInt8[np.ndarray, "h w c"],
+    bits: Float64[np.ndarray, "h w"],
+    spec: ImageSpec,
+    caption: str,
+) -> UInt8[np.ndarray, "H W 3"]:
+    """An image beside the bits of its pixels, below a line of text.
+
+    Args:
+        image: levels.
+        bits: of each pixel, all channels together.
+        spec: of the image.
+        caption: what does not fit is cut off.
+    """
+    shown = to_display(image, spec.levels)
+    colour = np.broadcast_to(shown, (*bits.shape, 3))
+    pair = np.stack([colour, heat(bits / most_bits(spec))])
+    return with_captions(make_grid(pair, columns=2, min_side=_MIN_SIDE), [caption])
+
+
+def most_bits(spec: ImageSpec) -> float:
+    """The end of the colour scale: what a pixel costs where every level is equally likely.
+
+    So colours mean the same for all images, calls and models of these images.
+    """
+    return spec.channels * math.log2(spec.levels)
+
+
+def heat(share: Float64[np.ndarray, "*s"]) -> UInt8[np.ndarray, "*s 3"]:
+    """Colours of a glowing body: black at 0, through red and yellow to white at 1 and above."""
+    channels = np.clip(share[..., None] * 3 - np.arange(3), 0, 1)
+    return (channels * 255).round().astype(np.uint8)
+
+
+@cache
+def legend(width: int, spec: ImageSpec) -> UInt8[np.ndarray, "H W 3"]:
+    """The colour scale of all maps, to lie below a picture of this width."""
+    strip = Image.new("RGB", (width, CAPTION_HEIGHT), (PADDING_VALUE,) * 3)
+    drawn, font = ImageDraw.Draw(strip), caption_font()
+    low, high = "bits: 0", f"{most_bits(spec):.3g} or more"
+    left, right = (math.ceil(drawn.textlength(text, font=font)) + 6 for text in (low, high))
+    middle = CAPTION_HEIGHT / 2
+    drawn.text((3, middle), low, fill=0, font=font, anchor="lm")
+    drawn.text((width - 3, middle), high, fill=0, font=font, anchor="rm")
+    pixels = np.array(strip)
+    scale = heat(np.linspace(0, 1, max(0, width - left - right)))
+    pixels[3:-3, left : left + len(scale)] = scale
+    return pixels
+
+
+def _write_table(path: Path, rows: Sequence[Row]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["bits_per_dim", "index", "label", "source", "file"])
+    writer.writerows((row.bits_per_dim, row.index, row.label, row.source, row.file) for row in rows)
+    path.write_bytes(text.getvalue().encode("utf-8", "backslashreplace"))
+
+
+def _write(path: Path, picture: UInt8[np.ndarray, "H W 3"], spec: ImageSpec) -> None:
+    path.write_bytes(encode_png(np.concatenate([picture, legend(picture.shape[1], spec)])))
+
+
+def _read(path: Path) -> UInt8[np.ndarray, "H W 3"]:
+    with Image.open(path) as image:
+        return np.array(image)
