@@ -11,7 +11,8 @@ INSTALLED := $(VENV)/installed
 INSTALLED_TEST := $(VENV)/installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow matrix gpu drawing lint format lock clean
+CKPT ?= demo/run
+.PHONY: help install demo page test test-slow matrix gpu drawing lint format lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -50,6 +51,12 @@ demo: $(INSTALLED) ## train, sample and complete digits, in minutes on a CPU
 	@echo "  python sample.py ckpt=demo/run n=64 seed=1 temperature=0.8 out=samples"
 	@echo "  imagegen evaluate ckpt=demo/run split=test out=test.json"
 	@echo "  python train.py experiment=mnist_cpu"
+
+# Gradio (6.31) takes no Pillow 13 yet, which constraints.txt pins for newer Pythons.
+page: $(INSTALLED) ## open a page that draws with a model: make page CKPT=<checkpoint or run folder>
+	@grep -v '^pillow==' constraints.txt > $(VENV)/constraints-page.txt
+	@$(PIP) install --quiet --editable '.[page]' --constraint $(VENV)/constraints-page.txt
+	$(VENV)/bin/imagegen page ckpt="$(CKPT)"
 
 test: lint ## check everything: linter, formatter, types, tests
 	$(with_data) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile

@@ -125,7 +125,9 @@ def test_constraints_pin_every_dependency_within_its_range(
     project: dict[str, Any], python: str, system: str, machine: str
 ) -> None:
     pinned = pins(python, system, machine)
-    extras = project["optional-dependencies"].values()
+    # Gradio takes no Pillow 13 yet, so `make page` installs it beside the pins.
+    groups = project["optional-dependencies"].items()
+    extras = [lines for name, lines in groups if name != "page"]
     declared = [*project["dependencies"], *(line for extra in extras for line in extra)]
     for requirement in map(Requirement, declared):
         needed = requirement.marker is None or requirement.marker.evaluate(

@@ -5,7 +5,7 @@ Axes: `b` batch, `n` position, `u` uniform numbers per step, `p` parameters of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,10 +18,9 @@ from imagegen.core.errors import UserError
 from imagegen.core.inference import inference
 from imagegen.core.machine import limited_threads
 from imagegen.generation.decode import Decoder, choose_decoder
+from imagegen.generation.watching import Progress, Watch
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import NO_LABEL, ImageTransformer, ModelState
-
-Progress = Callable[[float], None]
 
 # Matrix products round differently for a handful of rows than for many. Batches are filled up to
 # whole groups of this many rows, so that an image does not depend on what is drawn beside it: found
@@ -67,6 +66,7 @@ class Drawing:
         labels: image i has labels[i % len(labels)]; None for no labels.
         progress: called with the number of images done since the last call.
         decoder: compiled code that draws from the model; None for PyTorch's operations.
+        watch: called with snapshots of the images that are being drawn.
     """
 
     seed: int
@@ -74,6 +74,7 @@ class Drawing:
     labels: tuple[int, ...] | None
     progress: Progress | None
     decoder: Decoder | None = None
+    watch: Watch | None = None
 
     @classmethod
     def of(
@@ -84,6 +85,7 @@ class Drawing:
         labels: Sequence[int] | None,
         progress: Progress | None,
         precision: str = "auto",
+        watch: Watch | None = None,
     ) -> Drawing:
         """What a user asks for, checked.
 
@@ -102,7 +104,8 @@ class Drawing:
                 f"guidance={controls.guidance} needs labels to guide towards; add label=."
             )
         chosen = None if labels is None else tuple(labels)
-        return cls(seed, controls, chosen, progress, choose_decoder(model, controls, precision))
+        decoder = choose_decoder(model, controls, precision)
+        return cls(seed, controls, chosen, progress, decoder, watch)
 
     @property
     def loop(self) -> str:

@@ -234,7 +234,7 @@ class Samples:
         spec = self.model.spec
         limit = min(self.n, grid_limit(spec.height, spec.width))
         images = np.stack([read_image(folder / _name(i), spec.channels) for i in range(limit)])
-        return _labelled_grid(images, self.drawing.labels, self.class_names), {"images": limit}
+        return labelled_grid(images, self.drawing.labels, self.class_names), {"images": limit}
 
     def said(self, drawn: int, images: int) -> str:
         return f"{drawn} images"
@@ -270,9 +270,10 @@ def _drawing(
     return Drawing.of(model, options.seed, options.controls, labels, None, options.precision)
 
 
-def _labelled_grid(
+def labelled_grid(
     images: np.ndarray, labels: Sequence[int] | None, class_names: Sequence[str] | None
 ) -> np.ndarray:
+    """A grid of images "n h w c" (0 to 255) with a column for each label, where there are some."""
     if labels is None:
         return make_grid(images)
     captions = [class_names[label] if class_names else str(label) for label in labels]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from imagegen.generation.decode import Decoder
 from imagegen.generation.drawing import (
     ROW_GROUP,
     Drawing,
-    Progress,
     first_pixels,
     initial_state,
     kept_steps,
@@ -37,6 +37,7 @@ from imagegen.generation.drawing import (
 )
 from imagegen.generation.particles import PARTICLES, Report, draw_particles
 from imagegen.generation.turned import Turned, needs_particles
+from imagegen.generation.watching import Growth, Progress, Watch
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer, ModelState
 
@@ -49,6 +50,8 @@ def continue_sequences(
     state: ModelState,
     streams: Sequence[tuple[int, int]],
     drawing: Drawing,
+    prefix: UInt8[Tensor, "b first s"] | None = None,
+    order: Bool[Tensor, "b h w"] | None = None,
 ) -> UInt8[Tensor, "b n s"]:
     """Draw the rest of the sequences, from the distribution of their next step on.
 
@@ -61,24 +64,36 @@ def continue_sequences(
         state: after that step.
         streams: of random numbers, one for each sequence to draw: image and stream.
         drawing: see `Drawing`.
+        prefix: what comes before, of each sequence to draw, for those who watch.
+        order: see `first_pixels`; of each sequence to draw.
     """
     first = state.position - 1
     steps = model.raster.length - first
     rows = parameters.shape[0] // drawing.copies
     uniforms = noise(model, drawing.seed, streams, first, rows)
+    followed = drawing.progress is not None or drawing.watch is not None
+
+    def follow(drawn: Callable[[], UInt8[np.ndarray, "b m s"]]) -> Growth | None:
+        told = (drawing.progress, drawing.watch, streams, first, model.raster)
+        return Growth(*told, drawn, prefix, order) if followed else None
+
     if drawing.decoder is not None:
-        return _continue_compiled(drawing.decoder, parameters, state, uniforms, streams, drawing)
+        controls = drawing.controls
+        return _continue_compiled(
+            drawing.decoder, parameters, state, uniforms, len(streams), controls, follow
+        )
     numbers = torch.from_numpy(uniforms).to(float64_device(parameters.device))
     sequence = torch.empty(
         rows, steps, model.raster.values_per_step, dtype=torch.uint8, device=parameters.device
     )
+    growth = follow(lambda: sequence[: len(streams)].cpu().numpy())
     for step in range(steps):
         if step:
             values = sequence[:, step - 1].repeat(drawing.copies, 1)
             parameters, state = model.step(values, state)
         sequence[:, step] = model.head.draw_levels(parameters, numbers[:, step], drawing.controls)
-        if drawing.progress:
-            drawing.progress(len(streams) / steps)
+        if growth:
+            growth(slice(None), first + step + 1)
     return sequence[: len(streams)]
 
 
@@ -87,20 +102,22 @@ def _continue_compiled(
     parameters: Float[Tensor, "rows p"],
     state: ModelState,
     uniforms: Float[np.ndarray, "rows n u"],
-    streams: Sequence[tuple[int, int]],
-    drawing: Drawing,
+    count: int,
+    controls: Controls,
+    follow: Callable[[Callable[[], UInt8[np.ndarray, "b m s"]]], Growth | None],
 ) -> UInt8[Tensor, "b n s"]:
     """`continue_sequences` by compiled code, which needs no rows beyond those that are kept.
 
     The decoder takes and gives arrays; what comes and goes here is on the model's device.
     """
-    first, count, recent = state.position - 1, len(streams), state.recent
+    first, recent = state.position - 1, state.recent
     values = recent.shape[-1]
     sequence = np.zeros((count, first + uniforms.shape[1], values), dtype=np.uint8)
     known = min(first, recent.shape[1])
     if known:
         sequence[:, first - known : first] = recent[:count, -known:].cpu().numpy()
-    decoder.draw(state, parameters, sequence, uniforms, drawing.controls, drawing.progress)
+    growth = follow(lambda: sequence[:, first:])
+    decoder.draw(state, parameters, sequence, uniforms, controls, growth)
     return torch.from_numpy(sequence[:, first:]).to(parameters.device)
 
 
@@ -115,6 +132,7 @@ def generate(
     start: int = 0,
     precision: str = "auto",
     progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
     """Draw images `start` to `start + n - 1` of `seed`.
 
@@ -130,6 +148,9 @@ def generate(
         precision: of the weights where a compiled loop draws: auto, 32, int16 or int8; see
             `imagegen.generation.decode.choose_decoder`.
         progress: called with the (fractional) number of images done since the last call.
+        watch: called with a `Snapshot` of the images that are being drawn, some times a second and
+            in at most a tenth of the time. What it or `progress` raises ends the drawing and comes
+            through. Both may be called from threads of the drawing.
 
     Yields:
         Levels of finished images, at most batch_size at a time, in order.
@@ -140,7 +161,7 @@ def generate(
     """
     _check("n", n, 1)
     _check("start", start, 0)
-    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
+    drawing = Drawing.of(model, seed, controls, labels, progress, precision, watch)
     return draw_images(model, range(start, start + n), drawing, batch_size)
 
 
@@ -179,6 +200,7 @@ def complete(
     progress: Progress | None = None,
     particles: int = PARTICLES,
     report: Callable[[int, Report], None] | None = None,
+    watch: Watch | None = None,
 ) -> UInt8[np.ndarray, "n k h w c"]:
     """Draw several completions of the visible part of each image, which is kept bit for bit.
 
@@ -198,13 +220,14 @@ def complete(
         progress: called with the (fractional) number of completions done since the last call.
         particles: of each image that needs them, at least 1.
         report: called with the index of such an image and what became of its particles.
+        watch: as in `generate`; not called for such images, whose particles are weighed to the end.
 
     Raises:
         UserError: as `generate`, and for visible parts of another number or size.
     """
     _check("completions", completions, 1)
     chosen = [(image, fork) for image in range(len(images)) for fork in range(completions)]
-    drawing = Drawing.of(model, seed, controls, labels, progress, precision)
+    drawing = Drawing.of(model, seed, controls, labels, progress, precision, watch)
     result = np.repeat(images[:, None], completions, axis=1)
     kept = as_visible(visible, *images.shape[:3])
     pieces = draw_completions(model, images, kept, chosen, drawing, batch_size, particles, report)
@@ -233,6 +256,8 @@ def draw_completions(
     batch_size = _checked_batch(batch_size)
     _check("particles", particles, 1)
     given = Turned.of(model, images, visible)
+    if drawing.watch is not None:
+        drawing = replace(drawing, watch=given.watched(drawing.watch))
     forks_of = defaultdict(list)
     for image, fork in chosen:
         forks_of[image].append(fork)
@@ -303,16 +328,12 @@ def _complete(
             parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)
         else:
             parameters, state = model.step(None, state)
-        sequence = continue_sequences(
-            model,
-            parameters.repeat_interleave(len(forks), dim=0),
-            state.repeat(len(forks)),
-            streams,
-            drawing,
-        )
         prefix = prefix[: len(images)].repeat_interleave(len(forks), dim=0)
         if order is not None:
             order = order[: len(images)].repeat_interleave(len(forks), dim=0)
+        parameters = parameters.repeat_interleave(len(forks), dim=0)
+        state = state.repeat(len(forks))
+        sequence = continue_sequences(model, parameters, state, streams, drawing, prefix, order)
         sequence = torch.cat([prefix, sequence], dim=1)
         return model.raster.to_images(sequence, order).cpu().numpy()
 

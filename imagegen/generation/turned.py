@@ -6,7 +6,7 @@ Axes: `n` image, `k` some of them, `h w c` height, width, channel, `m` step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int64, UInt8
 from imagegen.core.errors import UserError
 from imagegen.generation.drawing import kept_steps, knows_any_order
 from imagegen.generation.particles import PARTICLES
+from imagegen.generation.watching import Snapshot, Watch
 from imagegen.model.orientations import best_orientation, turn, turn_back
 from imagegen.model.transformer import ImageTransformer
 
@@ -52,6 +53,15 @@ class Turned:
         if not orientation.any():
             return drawn
         return turn_back(torch.from_numpy(drawn), torch.from_numpy(orientation)).numpy()
+
+    def watched(self, watch: Watch) -> Watch:
+        """`watch`, told of the images as they are."""
+
+        def tell(shot: Snapshot) -> None:
+            known = self.back(shot.known[..., None].astype(np.uint8), shot.which)[..., 0] > 0
+            watch(replace(shot, levels=self.back(shot.levels, shot.which), known=known))
+
+        return tell
 
 
 def orientations_for(

@@ -30,6 +30,17 @@ else:  # Annotations are checked in tests; the model imports nothing from here.
     ImageTransformer = ModelState = Any
 
 
+Reached = Callable[[slice, int], None]
+
+PIECE = 0.02
+"""Seconds between two calls of `Reached`, about."""
+
+
+def next_piece(steps: int, seconds: float, longest: int) -> int:
+    """How many steps to do until the next call, after `steps` that took `seconds`."""
+    return max(1, min(longest, 2 * steps, int(steps * PIECE / max(seconds, 1e-9))))
+
+
 class Particles(ABC):
     """Sequences of one image that are drawn and scored side by side, and may replace each other.
 
@@ -78,7 +89,7 @@ class Decoder(ABC):
         sequence: UInt8[np.ndarray, "b n s"],
         noise: Float[np.ndarray, "rows m u"],
         controls: Controls,
-        progress: Callable[[float], None] | None = None,
+        reached: Reached | None = None,
     ) -> None:
         """Draw the steps from that of `parameters` to the last one.
 
@@ -89,8 +100,8 @@ class Decoder(ABC):
             sequence: levels of all steps; those from there on are written.
             noise: uniform numbers of the steps from there on, float64.
             controls: how to draw, neither greedy nor guided and with all of the distribution.
-            progress: called with the (fractional) number of rows done since the last call, from
-                several threads.
+            reached: called some dozens of times a second, from several threads, with rows and the
+                step before which all of their values are written. What it raises ends the drawing.
         """
 
     def particles(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
 from imagegen.core.machine import threads
-from imagegen.generation.decode import Decoder, Particles
+from imagegen.generation.decode import Decoder, Particles, Reached, next_piece
 from imagegen.generation.decode.attention import work_size
 from imagegen.generation.decode.embedding import condition_of, order_of
 from imagegen.generation.decode.integer import UNROLL
@@ -72,7 +72,7 @@ class FusedDecoder(Decoder):
         sequence: UInt8[np.ndarray, "b n s"],
         noise: Float[np.ndarray, "rows m u"],
         controls: Controls,
-        progress: Callable[[float], None] | None = None,
+        reached: Reached | None = None,
     ) -> None:
         """See `Decoder`."""
         first, length = state.position - 1, sequence.shape[1]
@@ -81,12 +81,13 @@ class FusedDecoder(Decoder):
         parts = _parts(len(sequence), teams)
         self.loop_seconds = 0.0
         for start in range(0, len(parts), teams):
+            own = parts[start : start + teams]
             together = [
-                self._rows(members, part, state, parameters, sequence, noise)
-                for part in parts[start : start + teams]
+                self._rows(members, part, state, parameters, sequence, noise) for part in own
             ]
+            tell = [None if reached is None else _within(part, reached) for part in own]
             started = time.perf_counter()
-            self.go_through(settings, together, members, first, (first, length), True, progress)
+            self.go_through(settings, together, members, first, (first, length), True, tell)
             self.loop_seconds += time.perf_counter() - started
 
     def go_through(
@@ -97,7 +98,7 @@ class FusedDecoder(Decoder):
         first: int,
         steps: tuple[int, int],
         draws: bool,
-        progress: Callable[[float], None] | None = None,
+        tell: Sequence[Reached | None] = (),
     ) -> None:
         """Take rows through the steps from `steps[0]` to `steps[1]` - 1, with a team for each.
 
@@ -105,21 +106,28 @@ class FusedDecoder(Decoder):
             first: the step that the rows hold the distribution of at the beginning, and that the
                 first of their uniform numbers belong to.
             draws: whether values are drawn.
+            tell: for each of `together`, what is called with rows of it, see `Decoder.draw`.
         """
         start, stop = steps
         row_length = self.model.raster.row_length
         flags = [team_flags() for _ in together]
 
         def work(rows: Rows, team: int, member: int) -> None:
+            reached = tell[team] if tell else None
+            own = slice(*(len(rows.x) * each // members for each in (member, member + 1)))
+            begin, piece = start, row_length if reached is None else 1
             try:
-                for begin in range(start, stop, row_length):
-                    end = min(begin + row_length, stop)
+                while begin < stop:
+                    end, started = min(begin + piece, stop), time.perf_counter()
                     which = (first, begin, end, begin == first, draws)
                     run(self.weights, settings, rows, *which, flags[team], member, members)
                     if flags[team][ABANDONED]:
                         return
-                    if progress is not None and member == 0:
-                        progress(len(rows.x) * (end - begin) / (stop - start))
+                    if reached is not None:
+                        reached(own, end)
+                        seconds = time.perf_counter() - started
+                        piece = next_piece(end - begin, seconds, row_length)
+                    begin = end
             except BaseException:
                 abandon(flags[team])
                 raise
@@ -131,7 +139,7 @@ class FusedDecoder(Decoder):
                 for member in range(members)
             ]
             try:
-                for task in tasks:
+                for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
                     task.result()
             except BaseException:
                 for own in flags:
@@ -287,6 +295,15 @@ class FusedParticles(Particles):
             together = self.rows[begin : begin + self.teams]
             steps = (start, stop)
             self.decoder.go_through(self.settings, together, self.members, self.first, steps, draws)
+
+
+def _within(part: slice, reached: Reached) -> Reached:
+    """`reached` for rows that are counted from the first of `part`."""
+
+    def tell(rows: slice, step: int) -> None:
+        reached(slice(part.start + rows.start, part.start + rows.stop), step)
+
+    return tell
 
 
 def _teams(model: ImageTransformer, rows: int) -> tuple[int, int]:

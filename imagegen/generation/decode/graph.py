@@ -15,6 +15,7 @@ Axes: `b` batch, `n` position, `s` value per step, `u` uniform number, `p` param
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
 from imagegen.core.errors import UserError, first_line
-from imagegen.generation.decode import Decoder
+from imagegen.generation.decode import Decoder, Reached, next_piece
 from imagegen.generation.decode.waiting import no_waiting
 from imagegen.heads.controls import Controls
 from imagegen.model.state import named_tensors, with_tensors
@@ -33,6 +34,9 @@ from imagegen.model.transformer import ImageTransformer, ModelState
 
 _WARM_UP = 3
 """Steps before the recording, in which libraries choose their algorithms and allocate."""
+
+_AHEAD = 64
+"""Steps that the program may be ahead of the device, so that it can be stopped."""
 
 _SWITCH = "IMAGEGEN_CUDA_GRAPHS"
 """Environment variable: with 0, steps are never recorded."""
@@ -93,7 +97,7 @@ class GraphDecoder(Decoder):
         sequence: UInt8[np.ndarray, "b n s"],
         noise: Float[np.ndarray, "rows m u"],
         controls: Controls,
-        progress: Callable[[float], None] | None = None,
+        reached: Reached | None = None,
     ) -> None:
         """See `Decoder`.
 
@@ -107,18 +111,23 @@ class GraphDecoder(Decoder):
             steps = sequence.shape[1] - first
             step = self._step_for(state, parameters, controls)
             _fill(step, state, parameters, noise)
-            for done in range(steps - 1):
-                step.replay()
-                if progress is not None:
-                    progress(count / steps)
-                # Not too far ahead, so that the progress is that of the device.
-                if self.record and done % 64 == 63:
+            done, piece = 0, 1 if reached else _AHEAD
+            while done < steps - 1:
+                piece, started = min(piece, steps - 1 - done), time.perf_counter()
+                for _ in range(piece):
+                    step.replay()
+                done += piece
+                if self.record and done < steps - 1:
                     torch.cuda.synchronize(device)
+                if reached is not None:
+                    sequence[:, first : first + done] = step.drawn[:count, :done].cpu().numpy()
+                    reached(slice(0, count), first + done)
+                    piece = next_piece(piece, time.perf_counter() - started, _AHEAD)
             last = self.model.head.sample(step.parameters, step.noise[:, steps - 1], controls)
             step.drawn[:, steps - 1] = last
-            if progress is not None:
-                progress(count / steps)
             sequence[:, first:] = step.drawn[:count, :steps].cpu().numpy()
+            if reached is not None:
+                reached(slice(0, count), first + steps)
 
     def parameters(
         self,

@@ -1,0 +1,112 @@
+"""What the tabs have in common: fields that say how to draw, running, sentences about mistakes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from imagegen.core.errors import UserError, first_line
+from imagegen.page.studio import Studio, Wish
+
+QUEUE = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
+"""Of everything that draws: one at a time, the others wait."""
+AT_ONCE = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
+
+NO_CLASS = "none"
+
+
+class Fields:
+    """Fields for a `Wish`; `inputs` are what an event takes, `wish` makes one of their values.
+
+    Args:
+        several: whether several classes may be chosen.
+    """
+
+    def __init__(self, studio: Studio, what: str, number: int, most: int, several: bool) -> None:
+        names = studio.class_names()
+        self.several = several
+        with gr.Row():
+            self.number = gr.Number(
+                number, label=f"Number of {what}", precision=0, minimum=1, maximum=most
+            )
+            self.seed = gr.Number(0, label="Seed", precision=0, minimum=0)
+        with gr.Row():
+            self.temperature = gr.Slider(0, 2, 1, step=0.05, label="Temperature")
+            self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top p")
+        with gr.Row(visible=bool(names)):
+            self.label = gr.Dropdown(
+                names if several else [NO_CLASS, *names],
+                value=[] if several else NO_CLASS,
+                multiselect=several,
+                label="Classes, a column each" if several else "Class",
+            )
+            self.guidance = gr.Slider(0, 4, 1, step=0.1, label="Guidance towards the class")
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The fields, in the order that `wish` takes."""
+        fields = [self.number, self.seed, self.temperature, self.top_p]
+        return [*fields, self.guidance, self.label]
+
+    def wish(self, *values: Any) -> Wish:
+        """What is typed.
+
+        Raises:
+            UserError: for a field that is left empty.
+        """
+        number, seed, temperature, top_p, guidance, label = values
+        if number is None or seed is None:
+            raise UserError("number and seed must be whole numbers.")
+        chosen = label if self.several else [] if label in (None, NO_CLASS) else [label]
+        return Wish(int(number), int(seed), temperature, top_p, guidance, tuple(chosen or ()))
+
+
+def status(sentence: str, done: float | None = None, wrong: bool = False) -> str:
+    """A sentence about a drawing as HTML, with a bar while it goes on."""
+    kind = ' class="wrong" role="alert"' if wrong else ' role="status"'
+    bar = ""
+    if done is not None:
+        bar = f'<progress max="1" value="{done:.3f}" aria-label="share drawn"></progress>'
+    return f"<div{kind}>{escape(sentence)}</div>{bar}"
+
+
+def told(frames: Iterator[tuple[Any, ...]], empty: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Frames for Gradio, each with its status last; a mistake becomes a sentence.
+
+    Args:
+        empty: what is left of the others then.
+    """
+    try:
+        yield from frames
+    except UserError as error:
+        yield (*empty, status(str(error), wrong=True))
+    except Exception as error:
+        traceback.print_exc()
+        said = f"drawing failed ({type(error).__name__}: {first_line(error)})"
+        yield (*empty, status(f"{said}; the terminal says more.", wrong=True))
+
+
+def streamed(
+    frames: Callable[..., Iterator[tuple[Any, ...]]], empty: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """What an event calls: `frames` of the visitor and the values of its inputs; see `told`."""
+    # Gradio looks for a generator function with an annotation, which the checks of our tests would
+    # wrap into another kind of function; a lambda they leave alone.
+    run = lambda request, *values: (  # noqa: E731
+        yield from told(frames(str(request.session_hash), *values), empty)
+    )
+    run.__annotations__["request"] = gr.Request
+    return run
+
+
+def stops(studio: Studio) -> Callable[..., None]:
+    """What a stop button does, and who closes the page."""
+
+    def stop(request: gr.Request) -> None:
+        studio.stop(str(request.session_hash))
+
+    return stop

@@ -1,0 +1,59 @@
+"""The tab Draw: a grid of new images, while they are drawn."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from imagegen.generation.images import encode_png
+from imagegen.generation.job import labelled_grid
+from imagegen.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
+from imagegen.page.pictures import GrowingGif, download, image_tag, shown
+from imagegen.page.studio import MOST_IMAGES, Studio, sample_command
+
+
+def build(studio: Studio) -> None:
+    """Fill the tab."""
+    with gr.Row():
+        with gr.Column(min_width=320):
+            fields = Fields(studio, "images", 16, MOST_IMAGES, several=True)
+            with gr.Row():
+                start = gr.Button("Draw", variant="primary", elem_id="draw")
+                again = gr.Button("Again with this seed", elem_id="again")
+                stop = gr.Button("Stop", elem_id="stop-draw")
+            said = gr.HTML(status("Draw takes a new seed; Again draws the same images."))
+        with gr.Column(min_width=320):
+            result = gr.HTML(elem_id="samples", padding=False)
+            files = gr.HTML(elem_id="files", padding=False)
+
+    def draw(visitor: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+        wish, spec = fields.wish(*values), studio.spec
+        labels, names = studio.labels(wish), studio.class_names() or None
+        gif = GrowingGif()
+        yield "", "", status("drawing", 0.0)
+        for frame in studio.samples(visitor, wish):
+            grid = labelled_grid(shown(frame.levels, frame.known, spec), labels, names)
+            gif.add(grid)
+            done = status(f"drawing {wish.number} images", frame.done)
+            tag = image_tag(grid, f"{wish.number} images, seed {wish.seed}")
+            yield tag.replace('class="pixels"', 'class="pixels grid"'), "", done
+        if not frame.finished:
+            yield gr.skip(), "", status("stopped")
+            return
+        links = download(encode_png(grid), "image/png", f"seed-{wish.seed}.png", "PNG")
+        links += download(gif.file(), "image/gif", f"seed-{wish.seed}.gif", "GIF of the growth")
+        command = escape(sample_command(studio.ckpt, wish))
+        links += f'<pre class="command" aria-label="command">{command}</pre>'
+        yield gr.skip(), links, status(f"{wish.number} images of seed {wish.seed}.")
+
+    drawing = streamed(draw, ("", ""))
+    event = {"outputs": [result, files, said], "show_progress": "hidden", **QUEUE}
+    start.click(lambda: secrets.randbelow(1_000_000), None, fields.seed, **AT_ONCE).then(
+        drawing, fields.inputs, **event
+    )
+    again.click(drawing, fields.inputs, **event)
+    stop.click(stops(studio), **AT_ONCE)

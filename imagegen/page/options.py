@@ -1,0 +1,65 @@
+"""The options of `imagegen page`, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from imagegen.core import values as opt
+from imagegen.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """Which model the page shows, and who may open it.
+
+    Attributes:
+        ckpt: checkpoint file or run folder.
+        host: address that the server listens at.
+        port: of the server.
+        password: that visitors type; None lets everyone in who can reach the host.
+        device: see `imagegen.core.values.resolve_device`.
+    """
+
+    ckpt: str
+    host: str
+    port: int
+    password: str | None
+    device: str
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> PageOptions:
+        """Check the plain values of `conf/page.yaml`.
+
+        Raises:
+            UserError: naming the first option that cannot be.
+        """
+        host = str(config["host"]).strip()
+        given = config["password"]
+        password = None if given is None else str(given)
+        if password is not None and not password.strip():
+            raise UserError("password is empty; give a word, or leave it out.")
+        if password is None and not is_this_machine(host):
+            raise UserError(
+                f"host={host} lets other machines open the page; add password=<a word> that "
+                "visitors have to type, or leave host out."
+            )
+        return cls(
+            ckpt=opt.checkpoint_path(config["ckpt"]),
+            host=host,
+            port=opt.whole_number(config["port"], "port", 1, 65535),
+            password=password,
+            device=str(config["device"]),
+        )
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether only programs of this machine reach a server at this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

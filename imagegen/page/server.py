@@ -1,0 +1,97 @@
+"""The server of the page: what is checked before it starts, and what it lets out and in."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from imagegen.core import values as opt
+from imagegen.core.errors import UserError
+from imagegen.core.installation import pip_install
+from imagegen.page.options import PageOptions
+from imagegen.page.studio import Studio
+
+PACKAGES = "'gradio>=6.31,<7'"
+
+# Read when Gradio and the hub's client are imported.
+_NO_TELEMETRY = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "GRADIO_SHARE": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Do what `conf/page.yaml` and the command line ask, until Ctrl-C.
+
+    Raises:
+        UserError: for options that cannot be, without Gradio, for a port that is taken, and where
+            the checkpoint cannot be read.
+    """
+    options = PageOptions.from_config(opt.plain(config))
+    if find_spec("gradio") is None:
+        raise UserError(
+            f"the page needs Gradio, which is not installed; {pip_install('page', PACKAGES)}"
+        )
+    _check_free(options.host, options.port)
+    studio = Studio(options.ckpt, options.device)
+    page = start(studio, options)
+    try:
+        page.block_thread()
+    finally:
+        page.close(verbose=False)
+
+
+def start(studio: Studio, options: PageOptions) -> Any:
+    """Serve the page in threads of its own, and print its address; returns Gradio's page."""
+    os.environ.update(_NO_TELEMETRY)
+    from imagegen.page.app import CSS, build, theme
+
+    page = build(studio)
+    page.queue(max_size=20, api_open=False)
+    password = options.password
+    page.launch(
+        server_name=options.host,
+        server_port=options.port,
+        auth=None if password is None else _door(password),
+        auth_message="Any user name will do.",
+        prevent_thread_lock=True,
+        quiet=True,
+        share=False,
+        inbrowser=False,
+        show_error=False,
+        ssr_mode=False,
+        enable_monitoring=False,
+        max_file_size="32mb",
+        footer_links=[],
+        theme=theme(),
+        css=CSS,
+    )
+    shown = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"the page of {studio.ckpt} is at http://{shown}:{options.port}", flush=True)
+    return page
+
+
+def _door(password: str) -> Any:
+    def opens(_: str, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), password.encode())
+
+    return opens
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"the page cannot listen at host={host} port={port}: {error.strerror or error}; "
+            "choose another host or port."
+        ) from error

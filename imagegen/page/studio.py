@@ -1,0 +1,284 @@
+"""What the page draws: one model in memory, one drawing at a time.
+
+Axes: `b` image, `h w c` height, width, channel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+
+from imagegen.core.errors import UserError
+from imagegen.core.installation import typed
+from imagegen.core.values import MAX_SEED, resolve_device, whole_number
+from imagegen.generation.options import controls_of, labels_of
+from imagegen.page.job import Job
+
+if TYPE_CHECKING:
+    from imagegen.checkpoint.reading import LoadedCheckpoint
+    from imagegen.core.spec import ImageSpec
+    from imagegen.generation.particles import Report
+    from imagegen.generation.watching import Snapshot
+    from imagegen.heads.controls import Controls
+else:  # Annotations are checked in tests; these are imported late.
+    Controls = ImageSpec = LoadedCheckpoint = Report = Snapshot = Any
+
+_OTHER = ("null", "true", "false", "nan", "inf")  # words that Hydra takes for something else
+
+MOST_IMAGES = 64
+MOST_COMPLETIONS = 16
+MOST_VALUES = 1 << 22
+"""Of all images of a drawing together."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How to draw, as typed on the page.
+
+    Attributes:
+        number: of images, or of completions.
+        label: class names; none for images without labels.
+    """
+
+    number: int
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    guidance: float = 1.0
+    label: tuple[str, ...] = ()
+
+    def controls(self) -> Controls:
+        """The same as `Controls`.
+
+        Raises:
+            UserError: for numbers out of their range.
+        """
+        whole_number(self.seed, "seed", 0, MAX_SEED)
+        given = {"mixture_temperature": None, "scale_temperature": None}
+        named = {name: getattr(self, name) for name in ("temperature", "top_p", "guidance")}
+        return controls_of({**given, **named})
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Images while they are drawn, and in the end.
+
+    Attributes:
+        levels: 0 where nothing is known.
+        known: the pixels that are drawn or were given.
+        done: the share of the images that is drawn.
+        remarks: sentences to read in the end.
+    """
+
+    levels: UInt8[np.ndarray, "b h w c"]
+    known: Bool[np.ndarray, "b h w"]
+    done: float
+    finished: bool = False
+    remarks: list[str] = field(default_factory=list)
+
+
+class Studio:
+    """Draws for the visitors of the page, one after the other.
+
+    Args:
+        ckpt: checkpoint file or run folder; read again when the file has changed.
+        device: see `imagegen.core.values.resolve_device`.
+
+    Raises:
+        UserError: where there is none, or none that can be read.
+    """
+
+    def __init__(self, ckpt: str, device: str = "auto") -> None:
+        self.ckpt = ckpt
+        self.device = resolve_device(device)
+        self.turn = threading.Lock()
+        self._jobs: dict[str, Job[Any]] = {}
+        self._loading = threading.Lock()
+        self._read: tuple[tuple[int, int], LoadedCheckpoint] | None = None
+        self.loaded()
+
+    def loaded(self) -> LoadedCheckpoint:
+        """The model, as its file is now, so that what is shown can be drawn again from it.
+
+        Raises:
+            UserError: where the file has vanished or cannot be read.
+        """
+        from imagegen.checkpoint.reading import load_checkpoint, resolve_checkpoint
+
+        with self._loading:
+            path = resolve_checkpoint(self.ckpt)
+            status = os.stat(path)
+            stamp = (status.st_ino, status.st_mtime_ns)
+            if self._read is None or self._read[0] != stamp:
+                self._read = None  # never two of them in memory
+                self._read = (stamp, load_checkpoint(path, self.device))
+            return self._read[1]
+
+    @property
+    def spec(self) -> ImageSpec:
+        """Size, channels and levels of the images."""
+        return self.loaded().model.spec
+
+    def class_names(self) -> list[str]:
+        """Names of the classes that the model knows; empty where it knows none."""
+        loaded = self.loaded()
+        if loaded.model.n_classes is None:
+            return []
+        return list(loaded.metadata.get("class_names") or map(str, range(loaded.model.n_classes)))
+
+    def labels(self, wish: Wish) -> list[int] | None:
+        """The class numbers that are wished.
+
+        Raises:
+            UserError: for names that are none of the model's.
+        """
+        loaded = self.loaded()
+        names = loaded.metadata.get("class_names") or self.class_names()
+        wished = list(wish.label) or None
+        return labels_of(wished, names, loaded.model.n_classes)
+
+    def samples(self, visitor: str, wish: Wish) -> Iterator[Growing]:
+        """New images, while they are drawn.
+
+        Raises:
+            UserError: for what cannot be drawn.
+        """
+        self._check_number("images", wish.number, MOST_IMAGES)
+
+        def work(show: Callable[[Growing], None]) -> Growing:
+            from imagegen.generation.sampling_loop import generate
+
+            model = self.loaded().model
+            collected = _Collected(model.spec, [(i, 0) for i in range(wish.number)], show)
+            options: dict[str, Any] = {"seed": wish.seed, "labels": self.labels(wish)}
+            options |= {"controls": wish.controls(), "watch": collected.see}
+            drawn = list(generate(model, wish.number, progress=collected.advance, **options))
+            return collected.finished(np.concatenate(drawn))
+
+        return self.run(visitor, work)
+
+    def completions(
+        self,
+        visitor: str,
+        image: UInt8[np.ndarray, "h w c"],
+        visible: Bool[np.ndarray, "h w"],
+        wish: Wish,
+    ) -> Iterator[Growing]:
+        """Completions of an image (levels), while they are drawn; see `complete` for how.
+
+        Raises:
+            UserError: for what cannot be completed.
+        """
+        self._check_number("completions", wish.number, MOST_COMPLETIONS)
+        if visible.all():
+            raise UserError("nothing is hidden; erase what the model is to draw.")
+
+        def work(show: Callable[[Growing], None]) -> Growing:
+            from imagegen.generation.completion import collapse
+            from imagegen.generation.sampling_loop import complete
+
+            model = self.loaded().model
+            reports: dict[int, Report] = {}
+            which = [(0, fork) for fork in range(wish.number)]
+            collected = _Collected(model.spec, which, show, image, visible)
+            options: dict[str, Any] = {"seed": wish.seed, "labels": self.labels(wish)}
+            options |= {"controls": wish.controls(), "watch": collected.see}
+            options |= {"progress": collected.advance, "report": reports.__setitem__}
+            drawn = complete(model, image[None], visible[None], wish.number, **options)[0]
+            return collected.finished(drawn, collapse(reports))
+
+        return self.run(visitor, work)
+
+    def run(self, visitor: str, work: Callable[[Callable[[T], None]], T]) -> Iterator[T]:
+        """The frames of some work; a visitor's earlier work ends."""
+        self.stop(visitor)
+        job = self._jobs[visitor] = Job(work, self.turn)
+        try:
+            yield from job.frames()
+        finally:
+            if self._jobs.get(visitor) is job:
+                del self._jobs[visitor]
+
+    def stop(self, visitor: str) -> None:
+        """End what is drawn for a visitor, if anything is."""
+        job = self._jobs.get(visitor)
+        if job is not None:
+            job.stop()
+
+    def _check_number(self, what: str, number: int, most: int) -> None:
+        spec = self.spec
+        limit = max(1, min(most, MOST_VALUES // spec.dims))
+        if not 1 <= number <= limit:
+            raise UserError(f"the number of {what} must lie between 1 and {limit}, not {number}.")
+
+
+class _Collected:
+    """Puts snapshots together, of images that may come in several batches."""
+
+    def __init__(
+        self,
+        spec: ImageSpec,
+        which: list[tuple[int, int]],
+        show: Callable[[Growing], None],
+        image: UInt8[np.ndarray, "h w c"] | None = None,
+        visible: Bool[np.ndarray, "h w"] | None = None,
+    ) -> None:
+        self.place = {each: index for index, each in enumerate(which)}
+        self.levels = np.zeros((len(which), *spec.shape), dtype=np.uint8)
+        self.known = np.zeros(self.levels.shape[:3], dtype=bool)
+        if image is not None and visible is not None:
+            self.known[:] = visible
+            self.levels[:] = image * visible[..., None]
+        self.show, self.done = show, 0.0
+        self._lock = threading.Lock()
+
+    def see(self, shot: Snapshot) -> None:
+        rows = [self.place[each] for each in shot.which]
+        with self._lock:
+            self.levels[rows], self.known[rows] = shot.levels, shot.known
+        self.show(self._now())
+
+    def advance(self, done: float) -> None:
+        """Of images without snapshots too, and often enough to be stopped."""
+        with self._lock:
+            self.done += done / len(self.place)
+        self.show(self._now())
+
+    def finished(
+        self, levels: UInt8[np.ndarray, "b h w c"], remarks: list[str] | None = None
+    ) -> Growing:
+        return Growing(levels, np.ones_like(self.known), 1.0, True, remarks or [])
+
+    def _now(self) -> Growing:
+        with self._lock:
+            return Growing(self.levels.copy(), self.known.copy(), min(1.0, self.done))
+
+
+def sample_command(ckpt: str, wish: Wish) -> str:
+    """What a user types to draw the same images into files."""
+    words = [f"ckpt={quoted(ckpt)}", f"n={wish.number}", f"seed={wish.seed}"]
+    words += [
+        f"{name}={value:g}"
+        for name in ("temperature", "top_p", "guidance")
+        if (value := getattr(wish, name)) != 1
+    ]
+    if wish.label:
+        words.append(f"label=[{','.join(map(quoted, wish.label))}]")
+    return " ".join([typed("sample"), *map(shlex.quote, words)])
+
+
+def quoted(value: str) -> str:
+    """A value as Hydra takes it: words with other characters between quotes."""
+    if re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and value.lower() not in _OTHER:
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

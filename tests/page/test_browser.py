@@ -1,0 +1,332 @@
+"""The page in a real browser: Debian's Chromium, driven by Playwright.
+
+With IMAGEGEN_SCREENSHOTS=<run folder>, pictures of its page are written to docs/images.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from imagegen.core.installation import PROJECT_ROOT
+from imagegen.page.options import PageOptions
+from imagegen.page.studio import Studio
+from tests.helpers import save_tiny_checkpoint, write_image
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+MISSING = [
+    *(name for name in ("gradio", "playwright") if find_spec(name) is None),
+    *([] if CHROMIUM else ["chromium"]),
+]
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+    # Gradio and what it brings warn of each other.
+    pytest.mark.filterwarnings("ignore"),
+]
+WAIT = 60_000  # milliseconds, on a machine that has other things to do
+
+PIXELS = """async (image) => {
+  await image.decode();
+  const canvas = document.createElement("canvas");
+  canvas.width = image.naturalWidth; canvas.height = image.naturalHeight;
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  return [...context.getImageData(0, 0, canvas.width, canvas.height).data];
+}"""
+PAPER = (
+    """(paper) => [...paper.getContext("2d").getImageData(0, 0, paper.width, paper.height).data]"""
+)
+# How many pictures there were, and whether the last of them is the end.
+OBSERVE = """(element) => {
+  window.pictures = new Set();
+  new MutationObserver(() => {
+    const shown = element.querySelector("[data-finished=False]");
+    if (shown) window.pictures.add(shown.innerHTML);
+  }).observe(element, { childList: true, subtree: true, attributes: true });
+}"""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Served:
+    """A page that is served, and how long a step of its model takes."""
+
+    studio: Studio
+    url: str
+    path: Path
+    pause: list[float] = field(default_factory=lambda: [0.0])
+
+
+def _serve(path: Path, password: str | None = None) -> Iterator[Served]:
+    from imagegen.page.server import start
+
+    studio, port = Studio(str(path), "cpu"), _free_port()
+    served = Served(studio, f"http://127.0.0.1:{port}", path)
+    page = start(studio, PageOptions(str(path), "127.0.0.1", port, password, "cpu"))
+    yield served
+    page.close(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = save_tiny_checkpoint(tmp_path_factory.mktemp("run") / "tiny.ckpt", n_classes=10)
+    yield from _serve(path)
+
+
+@pytest.fixture(autouse=True)
+def _slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes a moment, as with models of use."""
+    if "served" not in request.fixturenames:
+        return
+    served: Served = request.getfixturevalue("served")
+    served.pause[0] = 0.0
+    model = served.studio.loaded().model
+    step = type(model).step
+
+    def slow(*args: Any) -> Any:
+        time.sleep(served.pause[0])
+        return step(model, *args)
+
+    monkeypatch.setattr(model, "step", slow, raising=False)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # The sandbox cannot be had in most containers.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens pages; in the end, none has asked another machine, nor complained."""
+    problems: list[str] = []
+    contexts = []
+
+    def open_page(url: str, width: int = 1200, height: int = 900) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": height})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(WAIT)
+
+        def asked(request: Any) -> None:
+            if not request.url.startswith((url, "data:", "blob:")):
+                problems.append(request.url)
+
+        page.on("request", asked)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console",
+            lambda message: problems.append(message.text) if message.type == "error" else None,
+        )
+        page.goto(url)
+        page.wait_for_selector("canvas")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+def _stroke(page: Any, *points: tuple[float, float]) -> None:
+    """With the mouse, over shares of the canvas's width and height."""
+    box = page.locator("canvas").bounding_box()
+    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
+    page.mouse.move(*places[0])
+    page.mouse.down()
+    for place in places[1:]:
+        page.mouse.move(*place, steps=8)
+    page.mouse.up()
+
+
+def _finished(page: Any) -> list[np.ndarray]:
+    """The completions, "h w 4", once they are drawn."""
+    page.wait_for_selector("#completions [data-finished=True]")
+    images = page.locator("#completions img")
+    found = [images.nth(index).evaluate(PIXELS) for index in range(images.count())]
+    return [np.array(pixels).reshape(8, 8, 4) for pixels in found]
+
+
+def _paper(page: Any) -> np.ndarray:
+    return np.array(page.locator("canvas").evaluate(PAPER)).reshape(8, 8, 4)
+
+
+def _check_visible(page: Any) -> None:
+    paper, completions = _paper(page), _finished(page)
+    visible = paper[..., 3] == 255
+    assert 0 < visible.mean() < 1
+    assert paper[visible, :3].max() == 255
+    assert len(completions) == 4
+    for completion in completions:
+        assert (completion[visible] == paper[visible]).all()
+
+
+def test_a_drawing_is_completed_while_one_looks_on(
+    served: Served, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(served.url)
+    _stroke(page, (0.3, 0.1), (0.6, 0.4))
+    page.get_by_role("button", name="Keep the top").click()
+    served.pause[0] = 0.02
+    page.locator("#completions").evaluate(OBSERVE)
+    page.locator("#complete").click()
+    _check_visible(page)
+    assert len(page.evaluate("[...window.pictures]")) >= 5
+
+
+def test_a_region_is_erased_and_filled_in(served: Served, open_page: Callable[..., Any]) -> None:
+    page = open_page(served.url)
+    _stroke(page, (0.5, 0.1), (0.5, 0.9))
+    page.get_by_role("button", name="Erase").click()
+    _stroke(page, (0.3, 0.55), (0.7, 0.55))
+    erased = _paper(page)[..., 3] == 0
+    assert 2 < erased.sum() < 32
+    page.locator("#complete").click()
+    _check_visible(page)
+    # What was erased can be had back, from the keyboard too.
+    page.get_by_role("button", name="Restore").click()
+    _stroke(page, (0.0, 0.55), (1.0, 0.55))
+    assert (_paper(page)[..., 3] == 255).all()
+    page.get_by_role("button", name="Erase").click()
+    page.locator("canvas").focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Space")
+    page.locator("#complete").focus()
+    assert (_paper(page)[..., 3] == 0).sum() == 1
+
+
+def test_it_can_be_stopped(served: Served, open_page: Callable[..., Any]) -> None:
+    page = open_page(served.url)
+    page.get_by_role("button", name="Keep nothing").click()
+    served.pause[0] = 0.5  # half a minute in all
+    page.locator("#complete").click()
+    page.wait_for_selector("#completions [data-finished=False]")
+    page.locator("#stop-complete").click()
+    started = time.monotonic()
+    page.get_by_text("stopped").wait_for()
+    assert time.monotonic() - started < 10
+    assert not served.studio.turn.locked()
+
+
+def test_two_pages_and_one_that_is_closed(served: Served, open_page: Callable[..., Any]) -> None:
+    first, second = open_page(served.url), open_page(served.url)
+    served.pause[0] = 0.3
+    for page in (first, second):
+        page.get_by_role("button", name="Keep the top").click()
+        _stroke(page, (0.3, 0.1), (0.6, 0.4))
+    first.locator("#complete").click()
+    first.wait_for_selector("#completions [data-finished=False]")
+    second.locator("#complete").click()
+    first.close()
+    served.pause[0] = 0.01
+    _check_visible(second)
+    assert not served.studio.turn.locked()
+
+
+def test_what_is_wrong_is_said(
+    served: Served, open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    page = open_page(served.url)
+    page.locator("#complete").click()
+    page.get_by_text("nothing is hidden").wait_for()
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    upload = page.locator("input[type=file]").first
+    upload.set_input_files(broken)
+    page.get_by_text("broken.png cannot be read").wait_for()
+    write_image(tmp_path / "good.png", (20, 20, 3))
+    upload.set_input_files(tmp_path / "good.png")
+    page.get_by_text("Erase what is to be drawn").wait_for()
+    page.wait_for_function("() => document.querySelector('#complete') !== null")
+    assert len(np.unique(_paper(page)[..., 0])) > 4
+    page.get_by_role("button", name="Keep the left").click()
+    away = served.path.rename(tmp_path / "away.ckpt")
+    try:
+        page.locator("#complete").click()
+        page.get_by_text("does not exist").wait_for()
+    finally:
+        away.rename(served.path)
+    page.locator("#complete").click()
+    page.wait_for_selector("#completions [data-finished=True]")
+
+
+def test_samples_and_the_state(served: Served, open_page: Callable[..., Any]) -> None:
+    page = open_page(served.url, width=400)
+    page.get_by_role("tab", name="Draw").click()
+    page.locator("#draw").click()
+    page.wait_for_selector("#files a")
+    first = page.locator("#samples img").get_attribute("src")
+    assert page.locator("#files a").first.get_attribute("href").startswith("data:image/png")
+    gif = page.locator("#files a").nth(1).get_attribute("href")
+    assert gif.startswith("data:image/gif")
+    assert "n=16 seed=" in page.locator("#files pre").inner_text()
+    page.locator("#again").click()
+    page.wait_for_selector("#files a", state="detached")
+    page.wait_for_selector("#files a")
+    assert page.locator("#samples img").get_attribute("src") == first
+    page.get_by_role("tab", name="State").click()
+    page.locator("#walk").click()
+    page.get_by_text("step 64 of 64").wait_for()
+    assert page.locator("#state img").count() == 3  # the image and two heads
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_password_is_asked_for(tmp_path: Path) -> None:
+    path = save_tiny_checkpoint(tmp_path / "tiny.ckpt")
+    for served in _serve(path, password="secret"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{served.url}/config")
+        for word, expected in (("wrong", 400), ("secret", 200)):
+            body = f"username=me&password={word}".encode()
+            try:
+                status = urllib.request.urlopen(f"{served.url}/login", body).status
+            except urllib.error.HTTPError as error:
+                status = error.code
+            assert status == expected
+
+
+@pytest.mark.skipif(
+    "IMAGEGEN_SCREENSHOTS" not in os.environ, reason="IMAGEGEN_SCREENSHOTS names no run"
+)
+@pytest.mark.parametrize(("name", "width"), [("wide", 1200), ("narrow", 400)])
+def test_screenshots(open_page: Callable[..., Any], name: str, width: int) -> None:
+    folder = PROJECT_ROOT / "docs/images"
+    folder.mkdir(parents=True, exist_ok=True)
+    for served in _serve(Path(os.environ["IMAGEGEN_SCREENSHOTS"])):
+        page = open_page(served.url, width=width, height=760)
+        _stroke(page, (0.35, 0.3), (0.45, 0.1), (0.6, 0.15), (0.65, 0.4))
+        page.get_by_role("button", name="Keep the top").click()
+        page.locator("#complete").click()
+        page.wait_for_selector("#completions [data-finished=True]")
+        page.screenshot(path=folder / f"page-complete-{name}.png", full_page=True)
+        page.get_by_role("tab", name="Draw").click()
+        page.locator("#again").click()
+        page.wait_for_selector("#files a")
+        page.screenshot(path=folder / f"page-draw-{name}.png", full_page=True)
+        page.get_by_role("tab", name="State").click()
+        page.locator("#walk").click()
+        page.get_by_text("step 64 of 64").wait_for()
+        page.screenshot(path=folder / f"page-state-{name}.png", full_page=True)

@@ -1,0 +1,290 @@
+"""What is behind the page: options, drawings in threads, pictures; without Gradio or a browser."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from imagegen.cli.entry import compose
+from imagegen.commands import page as command
+from imagegen.core.errors import UserError
+from imagegen.core.spec import ImageSpec
+from imagegen.data.regions import read_region
+from imagegen.generation.images import from_display
+from imagegen.generation.sampling_loop import generate
+from imagegen.generation.state_walk import head_matrices, softmax_bytes, walk_state
+from imagegen.page import job as jobs
+from imagegen.page import pictures, server
+from imagegen.page.job import Job
+from imagegen.page.options import PageOptions
+from imagegen.page.studio import Studio, Wish, quoted, sample_command
+from tests.helpers import read_images, run_main, sample, save_tiny_checkpoint, tiny_model
+
+GREY, COLOUR = ImageSpec(5, 4, 1, 17), ImageSpec(4, 6, 3)
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("run") / "tiny.ckpt", n_classes=10)
+
+
+@pytest.fixture(scope="module")
+def studio(ckpt: Path) -> Studio:
+    return Studio(str(ckpt), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ([], "ckpt is missing"),
+        (["ckpt=a", "host=0.0.0.0"], "host=0.0.0.0 lets other machines .* add password="),
+        (["ckpt=a", "host=192.168.0.7"], "add password="),
+        (["ckpt=a", "host=a.example"], "add password="),
+        (["ckpt=a", "password=' '"], "password is empty"),
+        (["ckpt=a", "port=0"], "port=0, but it must be a whole number from 1 to 65535"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(typed: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        PageOptions.from_config(compose("page", typed))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_this_machine_needs_no_password(host: str) -> None:
+    assert PageOptions.from_config(compose("page", ["ckpt=a", f"host='{host}'"])).password is None
+    typed = ["ckpt=a", "host=0.0.0.0", "password=123"]
+    assert PageOptions.from_config(compose("page", typed)).password == "123"
+
+
+def test_the_command_refuses_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ckpt: Path
+) -> None:
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    assert run_main(monkeypatch, command.main, "imagegen page", f"ckpt={ckpt}") == 1
+    assert re.search(r"error: the page needs Gradio.* pip install \S+", capsys.readouterr().err)
+    monkeypatch.setattr(server, "find_spec", lambda name: True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        typed = [f"ckpt={ckpt}", f"port={taken.getsockname()[1]}"]
+        assert run_main(monkeypatch, command.main, "imagegen page", *typed) == 1
+    assert "choose another host or port" in capsys.readouterr().err
+
+
+def _counting(steps: int | None) -> Callable[[Callable[[int], None]], int]:
+    def work(show: Callable[[int], None]) -> int:
+        count = 0
+        while count != steps:
+            count += 1
+            show(count)
+        return -1
+
+    return work
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PAUSE", 0.001)
+
+
+def test_a_job_hands_its_newest_frames_on_and_its_last_always(quick: None) -> None:
+    frames = list(Job(_counting(50), threading.Lock()).frames())
+    assert frames[-1] == -1
+    assert frames[:-1] == sorted(frames[:-1])
+
+
+def test_a_job_is_stopped_from_outside_and_by_who_leaves(quick: None) -> None:
+    before, turn = threading.active_count(), threading.Lock()
+    job = Job(_counting(None), turn)
+    for frame in job.frames():
+        if frame > 3:
+            job.stop()
+    assert job.stopped
+    frames = Job(_counting(None), turn).frames()
+    next(frames)
+    frames.close()  # as when a generator is given up
+    assert threading.active_count() == before
+    assert not turn.locked()
+
+
+def test_a_job_that_nobody_asks_for_ends(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PATIENCE", 0.05)
+    job = Job(_counting(None), threading.Lock())
+    frames = job.frames()
+    next(frames)
+    job._thread.join(10)
+    assert not job._thread.is_alive()
+
+
+def test_jobs_wait_for_their_turn_and_errors_come_through(quick: None) -> None:
+    turn = threading.Lock()
+
+    def fail(show: Callable[[int], None]) -> int:
+        raise UserError("a sentence.")
+
+    with pytest.raises(UserError, match="a sentence"):
+        list(Job(fail, turn).frames())
+    with turn:
+        waiting = Job(_counting(1), turn)
+        waiting.stop()
+        assert list(waiting.frames()) == []
+
+
+def test_a_completion_keeps_what_is_visible(studio: Studio, quick: None) -> None:
+    spec = studio.spec
+    image = np.random.default_rng(0).integers(0, 17, spec.shape).astype(np.uint8)
+    for word in ("top:0.5", "hole:0.4"):  # the latter by particles
+        visible = read_region(word).visible(spec.height, spec.width)
+        frames = list(studio.completions("me", image, visible, Wish(3, label=("7",))))
+        assert frames[-1].finished
+        assert frames[-1].levels.shape == (3, *spec.shape)
+        for frame in frames:
+            assert (frame.levels[:, visible] == image[visible]).all()
+            assert frame.known[:, visible].all()
+    assert not studio.turn.locked()
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (Wish(0), "number of images must lie between 1 and 64, not 0"),
+        (Wish(65), "not 65"),
+        (Wish(1, seed=-1), "seed=-1"),
+        (Wish(1, temperature=-1.0), "temperature=-1.0"),
+        (Wish(1, top_p=0.0), "top_p"),
+        (Wish(1, guidance=2.0), "guidance=2.0 needs labels"),
+        (Wish(1, label=("cat",)), "label=cat is not one of"),
+    ],
+)
+def test_what_cannot_be_drawn_is_a_sentence(studio: Studio, wish: Wish, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        list(studio.samples("me", wish))
+    assert not studio.turn.locked()
+
+
+def test_nothing_to_draw_is_a_sentence(studio: Studio) -> None:
+    image = np.zeros(studio.spec.shape, np.uint8)
+    with pytest.raises(UserError, match="nothing is hidden"):
+        list(studio.completions("me", image, np.ones(image.shape[:2], bool), Wish(1)))
+
+
+def test_a_checkpoint_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    path = save_tiny_checkpoint(tmp_path / "tiny.ckpt")
+    studio = Studio(str(path), "cpu")
+    first = studio.loaded()
+    assert studio.loaded() is first
+    save_tiny_checkpoint(tmp_path / "new.ckpt", seed=1).replace(path)
+    assert studio.loaded() is not first
+    path.unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        list(studio.samples("me", Wish(1)))
+    save_tiny_checkpoint(path)
+    assert list(studio.samples("me", Wish(1)))[-1].finished
+
+
+def test_the_command_draws_the_same_images(studio: Studio, ckpt: Path, tmp_path: Path) -> None:
+    wish = Wish(4, seed=5, temperature=0.8, top_p=0.9, guidance=1.5, label=("3", "1"))
+    drawn = list(studio.samples("me", wish))[-1].levels
+    words = shlex.split(sample_command(str(ckpt), wish))
+    out = sample(ckpt, tmp_path / "out", *words[words.index(f"ckpt={ckpt}") + 1 :])
+    files = read_images(out)
+    assert len(files) == 4
+    for image, expected in zip(files.values(), drawn, strict=True):
+        assert np.array_equal(from_display(image, 17), expected)
+
+
+@pytest.mark.parametrize("word", ["a b", "it's", "true", "1e3", "a,b", "[x]", "T-shirt/top", "ü"])
+def test_words_reach_hydra_as_they_are(word: str) -> None:
+    assert compose("sample", [f"label={quoted(word)}"]).label == word
+
+
+@pytest.mark.parametrize("spec", [GREY, COLOUR])
+def test_the_canvas_keeps_every_visible_pixel(spec: ImageSpec) -> None:
+    rng = np.random.default_rng(0)
+    levels = rng.integers(0, spec.levels, spec.shape).astype(np.uint8)
+    visible = rng.random(spec.shape[:2]) < 0.5
+    found, kept = pictures.read_canvas(pictures.write_canvas(levels, visible, spec), spec)
+    assert np.array_equal(kept, visible)
+    assert np.array_equal(found[visible], levels[visible])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [None, "", "data:image/png;base64,AAAA", "data:image/png;base64,%%%", "x" * 10**7],
+)
+def test_a_canvas_that_is_none_is_a_sentence(sent: object) -> None:
+    with pytest.raises(UserError, match="did not arrive"):
+        pictures.read_canvas(sent, GREY)
+    other = pictures.write_canvas(np.zeros((4, 4, 1), np.uint8), np.ones((4, 4), bool), GREY)
+    with pytest.raises(UserError, match="did not arrive"):
+        pictures.read_canvas(other, GREY)
+
+
+def test_an_upload_is_read_as_complete_reads_it(tmp_path: Path) -> None:
+    pixels = np.zeros((10, 8, 4), np.uint8)
+    pixels[..., :3], pixels[..., 3] = 255, 255
+    pixels[5:, :, 3] = 0
+    Image.fromarray(pixels).save(tmp_path / "half.png")
+    levels, visible = pictures.read_upload(tmp_path / "half.png", GREY)
+    assert levels.shape == GREY.shape
+    assert visible[0].all()
+    assert not visible[-1].any()
+    Image.new("L", (40, 50), 128).save(tmp_path / "plain.gif")
+    assert pictures.read_upload(tmp_path / "plain.gif", GREY)[1].all()
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"image broken\.png cannot be read") as refused:
+        pictures.read_upload(tmp_path / "broken.png", GREY)
+    assert str(tmp_path) not in str(refused.value)
+
+
+def test_an_animation_ends_with_the_last_picture() -> None:
+    gif = pictures.GrowingGif()
+    for shade in range(200):
+        gif.add(np.full((3, 3, 1), shade, np.uint8))
+    with Image.open(io.BytesIO(gif.file())) as image:
+        assert 10 < image.n_frames <= pictures.MOST_FRAMES + 1  # type: ignore[attr-defined]
+        image.seek(image.n_frames - 1)  # type: ignore[attr-defined]
+        assert np.asarray(image.convert("L"))[0, 0] == 199
+
+
+def test_colours_of_a_matrix() -> None:
+    colours = pictures.heat(np.array([[-2.0, 0.0, 2.0]], np.float32), 2.0)
+    assert colours.tolist() == [[[33, 102, 172], [255, 255, 255], [178, 24, 43]]]
+    assert (pictures.heat(np.zeros((1, 1), np.float32), 0.0) == 255).all()
+
+
+@pytest.mark.parametrize("name", ["linear.LinearAttention", "softmax.SoftmaxAttention"])
+def test_the_walk_of_a_state_draws_the_image_of_its_seed(name: str) -> None:
+    model = tiny_model(GREY, attention={"_target_": f"imagegen.attention.{name}"}, n_layers=2)
+    moments = list(walk_state(model, 1, seed=4, every=3))
+    (expected,) = next(iter(generate(model, 1, seed=4)))
+    assert np.array_equal(moments[-1].levels, expected)
+    assert moments[-1].known.all()
+    assert [moment.position for moment in moments] == [3, 6, 9, 12, 15, 18, 20]
+    assert not moments[0].known.all()
+    if name.startswith("linear"):
+        assert len({moment.state_bytes for moment in moments}) == 1
+        assert {moment.matrices.shape for moment in moments} == {(2, 8, 8)}
+    # Two layers of two heads of eight features, keys and values, four bytes each.
+    assert softmax_bytes(model, 3) == 2 * 2 * 8 * 2 * 4 * 3
+    with pytest.raises(UserError, match="layer 2 is not one"):
+        walk_state(model, 2)
+
+
+def test_the_matrices_of_linear_attention_are_its_state() -> None:
+    model = tiny_model(GREY)
+    _, state = model.step(None, model.initial_state(2))
+    (layer,) = state.layers
+    found: Any = layer
+    assert torch.equal(head_matrices(layer), found.s[0])
