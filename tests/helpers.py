@@ -140,11 +140,17 @@ SMALL = [
     "trainer.limit_train_batches=6",
     "trainer.limit_val_batches=1",
     "trainer.log_every_n_steps=2",
+    "callbacks.grids=null",
+]
+"""Options of a small training run, which draws nothing."""
+
+DRAWING = [
+    *SMALL[:-1],
     "callbacks.grids.n_samples=4",
     "callbacks.grids.n_completed=2",
     "callbacks.grids.completions=2",
 ]
-"""Options of a small training run."""
+"""Those of a small run with pictures of samples and completions at each validation."""
 
 WANDB = {"_target_": "imagegen.tracking.loggers.wandb_logger", "project": "p", "log_model": False}
 

@@ -17,10 +17,10 @@ from pytorch_lightning import LightningModule, Trainer
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.training.stopping import Interrupted, Interruptible, requeue_job
 from tests.forks import TRAIN, Forks
-from tests.helpers import SMALL
+from tests.helpers import DRAWING, SMALL
 
 OPTIONS = [
-    *SMALL,
+    *DRAWING,
     "logger=csv",
     "trainer.log_every_n_steps=1",
     "model.dropout=0.2",

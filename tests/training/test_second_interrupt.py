@@ -18,7 +18,7 @@ from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.training.run_folder import refuse_used_folder
 from tests.forks import Forks
-from tests.helpers import SMALL, write_image
+from tests.helpers import DRAWING, SMALL, write_image
 
 # train.py that signals strike. Its first argument is a JSON list: the function in which they come,
 # how often it is called there before, what its first argument ends with, and the signals.
@@ -82,7 +82,7 @@ STRIKES = [
 ]
 
 
-TYPED = [*SMALL, "callbacks.grids.n_completed=0", "trainer.log_every_n_steps=1"]
+TYPED = [*DRAWING, "callbacks.grids.n_completed=0", "trainer.log_every_n_steps=1"]
 
 
 def _train(forks: Forks, *runs: tuple[Strike, list[int], list[str]]) -> tuple[list[int], str]:
