@@ -17,11 +17,11 @@ import torch
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.training.run_folder import refuse_used_folder
-from tests.forks import Forks
-from tests.helpers import DRAWING, SMALL, write_image
+from tests.helpers import SMALL, write_image
 
-# train.py that signals strike. Its first argument is a JSON list: the function in which they come,
-# how often it is called there before, what its first argument ends with, and the signals.
+# Runs train.py once for each of its arguments, each time in a process of its own, forked from this
+# one to save the imports. An argument is a JSON list: the function in which signals come, how often
+# it is called there before, what its first argument ends with, the signals, and what is typed.
 CHILD = """
 import json, os, signal, sys
 from hydra.utils import get_object
@@ -44,9 +44,20 @@ def arm(where, passes, ending, signals):
 
     setattr(owner, name, struck)
 
-arm(*json.loads(sys.argv[1]))
-sys.argv = ["train.py", *sys.argv[2:]]
-train.main()
+for text in sys.argv[1:]:
+    where, passes, ending, signals, typed = json.loads(text)
+    child = os.fork()
+    if not child:
+        arm(where, passes, ending, signals)
+        sys.argv = ["train.py", *typed]
+        try:
+            train.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        sys.stdout.flush()
+        os._exit(status)
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 
@@ -82,21 +93,27 @@ STRIKES = [
 ]
 
 
-TYPED = [*DRAWING, "callbacks.grids.n_completed=0", "trainer.log_every_n_steps=1"]
+TYPED = [*SMALL, "callbacks.grids.n_completed=0", "trainer.log_every_n_steps=1"]
 
 
-def _train(forks: Forks, *runs: tuple[Strike, list[int], list[str]]) -> tuple[list[int], str]:
+def _train(*runs: tuple[Strike, list[int], list[str]]) -> tuple[list[int], str]:
     """The exit status of each run, and what all have said."""
-    statuses, said = [], ""
-    for strike, signals, typed in runs:
-        done = forks.run(CHILD, json.dumps([*strike[:3], signals]), *typed)
-        assert done.stdout.count("struck") == 1, (strike, done.stdout)
-        assert "Traceback" not in done.stderr, done.stderr
-        statuses.append(done.returncode)
-        said += done.stderr
-    return statuses, said
+    arguments = [json.dumps([*strike[:3], signals, typed]) for strike, signals, typed in runs]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments],
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
+    assert done.stdout.count("struck") == len(runs), done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    return [int(line.split()[1]) for line in lines], done.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
     ("signals", "strikes"),
     [
@@ -107,14 +124,10 @@ def _train(forks: Forks, *runs: tuple[Strike, list[int], list[str]]) -> tuple[li
         ),
     ],
 )
-def test_two_signals_at_once(
-    tmp_path: Path, forks: Forks, signals: list[int], strikes: list[Strike]
-) -> None:
+def test_two_signals_at_once(tmp_path: Path, signals: list[int], strikes: list[Strike]) -> None:
     folders = [f"hydra.run.dir={tmp_path / str(number)}" for number in range(len(strikes))]
     runs = zip(strikes, folders, strict=True)
-    statuses, error = _train(
-        forks, *((strike, signals, [*TYPED, folder]) for strike, folder in runs)
-    )
+    statuses, error = _train(*((strike, signals, [*TYPED, folder]) for strike, folder in runs))
     assert statuses == [130] * len(strikes), error
     for number, strike in enumerate(strikes):
         run = tmp_path / str(number)
@@ -132,7 +145,8 @@ def test_two_signals_at_once(
 
 
 @pytest.mark.slow
-def test_a_sweep_and_a_folder_of_images(tmp_path: Path, forks: Forks) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_sweep_and_a_folder_of_images(tmp_path: Path) -> None:
     """The other runs of a sweep do not begin; half of the converted images is not taken for all."""
     for number in range(20):
         write_image(tmp_path / "photos" / f"{number}.png", (8, 8), seed=number)
@@ -142,7 +156,6 @@ def test_a_sweep_and_a_folder_of_images(tmp_path: Path, forks: Forks) -> None:
     sweep = ["--multirun", *TYPED, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     step = Strike("imagegen.training.module.ImageModule.training_step", 2)
     statuses, error = _train(
-        forks,
         (Strike("imagegen.data.image_cache.image_digests"), [INT, INT], images),
         (Strike("imagegen.data.image_cache._write"), [INT, TERM], images),
         (step, [INT, INT], sweep),
@@ -210,10 +223,16 @@ train.main()
 """
 
 
-def test_waiting_for_a_logger_can_be_interrupted(tmp_path: Path, forks: Forks) -> None:
+def test_waiting_for_a_logger_can_be_interrupted(tmp_path: Path) -> None:
     """wandb may take minutes to upload, and Lightning ignores Ctrl-C once it has come."""
-    typed = [*SMALL, f"hydra.run.dir={tmp_path / 'run'}"]
-    done = forks.run(INTERRUPTED_FINISH, *typed)
+    typed = [*SMALL, "callbacks.grids=null", f"hydra.run.dir={tmp_path / 'run'}"]
+    typed = [text for text in typed if "grids." not in text]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_FINISH, *typed],
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, "not interrupted" in done.stdout) == (130, False), done.stderr
     assert "Traceback" not in done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
