@@ -59,6 +59,8 @@ class CheckedCalls(type(jaxtyping.config)):  # type: ignore[misc]
 
 jaxtyping.config.__class__ = CheckedCalls
 
+from tests.forks import Forks  # noqa: E402  (behind the hook above)
+
 
 @pytest.fixture(autouse=True)
 def _checked_calls() -> None:
@@ -93,6 +95,16 @@ def _private_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("NETRC", str(home / "netrc"))
         patch.setenv("HOME", str(home))
         yield
+
+
+@pytest.fixture(scope="session")
+def forks(_private_environment: None) -> Iterator[Forks]:
+    """Starts processes without the imports that take most of each."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(autouse=True)

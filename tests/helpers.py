@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import functools
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig
 from PIL import Image
 from pytorch_lightning import Callback
 
@@ -92,7 +95,15 @@ def write_image(path: Path, shape: tuple[int, ...], seed: int = 0) -> np.ndarray
 
 def sample(ckpt: Path, out: Path, *overrides: str) -> Path:
     """Run `sample.py` with these options."""
-    return run(compose("sample", [f"ckpt={ckpt}", f"out={out}", "device=cpu", *overrides]))
+    config = copy.deepcopy(_composed(overrides))
+    config.ckpt, config.out = str(ckpt), str(out)
+    return run(config)
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
+    """Once for all that draw so: it takes longer than a few small images do."""
+    return compose("sample", ["ckpt=", "device=cpu", *overrides])
 
 
 def read(path: Path) -> np.ndarray:
@@ -140,11 +151,17 @@ SMALL = [
     "trainer.limit_train_batches=6",
     "trainer.limit_val_batches=1",
     "trainer.log_every_n_steps=2",
+    "callbacks.grids=null",
+]
+"""Options of a small training run, which draws nothing."""
+
+DRAWING = [
+    *SMALL[:-1],
     "callbacks.grids.n_samples=4",
     "callbacks.grids.n_completed=2",
     "callbacks.grids.completions=2",
 ]
-"""Options of a small training run."""
+"""Those of a small run with pictures of samples and completions at each validation."""
 
 WANDB = {"_target_": "imagegen.tracking.loggers.wandb_logger", "project": "p", "log_model": False}
 

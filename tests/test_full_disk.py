@@ -102,8 +102,7 @@ def test_a_run_that_goes_on_keeps_its_checkpoint(
     size: int,
 ) -> None:
     run = tmp_path / "run"
-    typed = [text for text in SMALL if "grids" not in text]
-    assert run_train(monkeypatch, *typed, "callbacks.grids=null", f"hydra.run.dir={run}") == 0
+    assert run_train(monkeypatch, *SMALL, f"hydra.run.dir={run}") == 0
     before = _contents(run)
     goes_on = [f"resume={run}", "trainer.max_epochs=3"]
     capsys.readouterr()

@@ -27,7 +27,7 @@ from imagegen.core import installation
 from tests.helpers import SMALL, run_main, run_train
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = [*SMALL, "trainer.precision=32-true", "callbacks.grids=null", "trainer.max_epochs=1"]
+TINY = [*SMALL, "trainer.precision=32-true", "trainer.max_epochs=1"]
 PRESET = """# @package _global_
 defaults: [override /model: small]
 seed: 7

@@ -12,7 +12,7 @@ from pytorch_lightning import Callback
 from imagegen.core.spec import ImageSpec
 from imagegen.generation.job_folder import JobFolder
 from imagegen.generation.sampling_loop import complete, generate
-from tests.helpers import SMALL, run_train, sample, save_tiny_checkpoint, tiny_model
+from tests.helpers import DRAWING, run_train, sample, save_tiny_checkpoint, tiny_model
 
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def test_many_validations(
     witness = Witness()
     monkeypatch.setattr("tests.test_memory.make_witness", lambda: witness, raising=False)
     options = [
-        *SMALL,
+        *DRAWING,
         f"trainer.max_epochs={validations}",
         f"trainer.limit_train_batches={batches}",
         "callbacks.ema.decay=0.9",

@@ -7,6 +7,7 @@ shows the traceback instead. A refused command leaves nothing on disk.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import os
@@ -140,8 +141,8 @@ def _run(
         if rewrite is not None:
             # Other processes of a distributed run are started from sys.argv, so it is set for good.
             sys.argv[1:] = rewrite(typed)
-        multirun = _check_command(config_name, check, typed)
-        _run_hydra(main, config_name, multirun, debug, reported)
+        multirun, checked = _check_command(main, config_name, check, typed)
+        _run_hydra(main, config_name, multirun, checked, debug, reported)
     except KeyboardInterrupt:
         return _interrupted()
     except SystemExit as stop:
@@ -168,6 +169,7 @@ def _run_hydra(
     main: Callable[[DictConfig], Any],
     config_name: str,
     multirun: bool,
+    checked: DictConfig | None,
     debug: bool,
     reported: list[BaseException],
 ) -> None:
@@ -195,7 +197,10 @@ def _run_hydra(
     with _environment("HYDRA_FULL_ERROR", "1"):
         run = hydra.main(str(conf_folder()), config_name=config_name, version_base=VERSION_BASE)
         try:
-            run(task)()
+            if checked is None:
+                run(task)()
+            else:
+                _run_composed(task, checked)
         except ValueError as error:
             if debug or error in reported:
                 raise
@@ -203,13 +208,42 @@ def _run_hydra(
             raise UserError(f"{' '.join(str(error).split())}.") from error
 
 
+def _run_composed(task: Callable[[DictConfig], Any], config: DictConfig) -> None:
+    """Run `task` as Hydra's `main` does, which would compose the configuration twice again."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.utils import configure_log
+    from omegaconf import read_write
+
+    def composed(**_: object) -> DictConfig:
+        configure_log(config.hydra.hydra_logging)
+        return config
+
+    with read_write(config.hydra):
+        if config.hydra.mode is None:
+            config.hydra.mode = "RUN"
+            config.hydra.overrides.hydra.append("hydra.mode=RUN")
+    sources = config.hydra.runtime.config_sources
+    own = [each.path for each in sources if each.provider == "command-line"]
+    with _hydra_ready(own[0] if own else None, config.hydra.job.name):
+        # The global one stays as it is: resuming composes what the run began with.
+        hydra: Any = copy.copy(GlobalHydra.instance().hydra)
+        hydra.compose_config = composed
+        hydra.run(config.hydra.job.config_name, task, overrides=[])
+
+
 def _check_command(
+    main: Callable[[DictConfig], Any],
     config_name: str,
     check: Callable[[DictConfig, Path], None] | None,
     typed: Sequence[str],
-) -> bool:
-    """Check the command line, as typed and as rewritten; returns whether it is a multirun."""
-    from hydra._internal.utils import get_args_parser
+) -> tuple[bool, DictConfig | None]:
+    """Check the command line, as typed and as rewritten.
+
+    Returns:
+        Whether it is a multirun, and the configuration of a single run; None where Hydra has to
+        do something else.
+    """
+    from hydra._internal import utils
 
     for text in sys.argv[1:]:
         if text != text.encode(errors="replace").decode():
@@ -218,7 +252,7 @@ def _check_command(
                 "the file or folder that it names."
             )
     # Hydra offers no public way to see its flags before it acts on them.
-    parser = get_args_parser()
+    parser = utils.get_args_parser()
     parser.error = _refuse_flags  # type: ignore[assignment, method-assign]
     args, unknown = parser.parse_known_args()
     if unknown:
@@ -228,22 +262,25 @@ def _check_command(
         )
     elsewhere = args.config_path or args.experimental_rerun
     if elsewhere or args.shell_completion or args.hydra_help:
-        return bool(args.multirun)
+        return bool(args.multirun), None
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise UserError(f"--config-dir {args.config_dir}: there is no such folder.")
 
     from imagegen.cli.overrides import check_overrides, check_values, refuse_without_effect
     from imagegen.core.files import ensure_writable
 
-    with _hydra_ready(args.config_dir):
+    file, module = utils.detect_calling_file_or_module_from_task_function(main)
+    job = utils.detect_task_name(file or (None if module else __file__), module)
+    with _hydra_ready(args.config_dir, job):
         multirun = bool(args.multirun) or "hydra.mode=MULTIRUN" in args.overrides
         config_name = args.config_name or config_name
         configs = check_overrides(config_name, args.overrides, multirun)
+        # A preset may ask for a multirun as well.
+        sweeps = multirun or str(configs[0].hydra.mode).endswith("MULTIRUN")
         if is_first_process():
-            # A preset may ask for a multirun as well.
-            sweeps = multirun or str(configs[0].hydra.mode).endswith("MULTIRUN")
             refuse_without_effect([text for text in args.overrides if text in typed], sweeps)
-        if not (args.help or args.cfg or args.info):
+        shows = args.help or args.cfg or args.info
+        if not shows:
             for config in configs:
                 check_values(config)
             if is_first_process() and not multirun:
@@ -252,7 +289,10 @@ def _check_command(
                     ensure_writable(folder)
                 if check is not None:
                     check(configs[0], folder)
-    return multirun
+    # Hydra also refuses flags that do not go together, and tells all it knows when it is verbose.
+    if sweeps or shows or args.resolve or configs[0].hydra.verbose:
+        return multirun, None
+    return multirun, configs[0]
 
 
 def _refuse_flags(message: str) -> None:
@@ -260,13 +300,13 @@ def _refuse_flags(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _hydra_ready(config_dir: str | None = None) -> Iterator[None]:
+def _hydra_ready(config_dir: str | None = None, job: str = "app") -> Iterator[None]:
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
 
     register_resolvers()
-    with initialize_config_dir(str(conf_folder()), version_base=VERSION_BASE):
+    with initialize_config_dir(str(conf_folder()), job_name=job, version_base=VERSION_BASE):
         if config_dir is not None:
             # As Hydra does for its flag --config-dir, which its functions do not take.
             loader: Any = GlobalHydra.instance().config_loader()

@@ -58,7 +58,9 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
     for override in parsed:
         if override.is_sweep_override() and not multirun:
             raise _sweep_without_multirun(override)
-        options = loader.get_group_options(override.key_or_group, overrides=paths)
+        key = override.key_or_group
+        # Groups are folders, with slashes; asking for one takes time.
+        options = [] if "." in key else loader.get_group_options(key, overrides=paths)
         if options and not isinstance(_value(override), dict):
             try:
                 choices.append(_group_choices(override, options))
@@ -80,7 +82,9 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
         config = _compose(config_name, chosen)
         for override in settings:
             _check_setting(override, config, config_name)
-        configs.append(_compose(config_name, [*chosen, *fixed]) if fixed else config)
+        # That of a single run keeps the order typed: the run uses and records it.
+        whole = [*chosen, *fixed] if multirun else overrides
+        configs.append(_compose(config_name, whole) if fixed else config)
     return configs
 
 

@@ -30,7 +30,15 @@ from imagegen.generation.decode import graph
 from imagegen.training import learning_rate
 from imagegen.training.module import ImageModule
 from tests.devices.simulated import Simulation
-from tests.helpers import SMALL, read_images, run_main, run_train, sample, save_colour_checkpoint
+from tests.helpers import (
+    DRAWING,
+    SMALL,
+    read_images,
+    run_main,
+    run_train,
+    sample,
+    save_colour_checkpoint,
+)
 
 
 @contextlib.contextmanager
@@ -63,7 +71,7 @@ def everything_on(simulation: Simulation) -> Iterator[None]:
 
 def trains_and_resumes(simulation: Simulation, folder: Path, *more: str) -> None:
     """`train.py`, pictures of validations included, and on from its checkpoint."""
-    options_ = (*SMALL, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9", *more)
+    options_ = (*DRAWING, f"hydra.run.dir={folder}", "callbacks.ema.decay=0.9", *more)
     with everything_on(simulation), pytest.MonkeyPatch.context() as patch:
         assert run_train(patch, *options_, "trainer.max_epochs=1") == 0
         assert len(list((folder / "samples").iterdir())) == 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -17,7 +15,6 @@ import numpy as np
 import pytest
 
 from imagegen.checkpoint.reading import load_checkpoint
-from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.core.errors import UserError
 from imagegen.core.files import lock_folder, sha256_of
 from imagegen.data.convert import read_image
@@ -26,6 +23,7 @@ from imagegen.generation.images import from_display, to_display
 from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer
+from tests.forks import SAMPLE, Fork, Forks
 from tests.helpers import (
     manifest,
     read_images,
@@ -95,28 +93,23 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException)
         monkeypatch.setattr(generation, name, broken)
 
 
-def start(ckpt: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(PROJECT_ROOT / "sample.py"), f"ckpt={ckpt}", f"out={out}"]
-    return subprocess.Popen(
-        [*command, "device=cpu", *options],
-        cwd=out.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(forks: Forks, ckpt: Path, out: Path, *options: str) -> Fork:
+    typed = (f"ckpt={ckpt}", f"out={out}", "device=cpu", *options)
+    return forks.start(SAMPLE, *typed, cwd=out.parent)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_process_leaves_whole_files_and_is_continued(
-    grey: Path, tmp_path: Path, number: signal.Signals
+    forks: Forks, grey: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out, options = tmp_path / "out", ["n=160"]
-    process = start(grey, out, *options, "batch_size=3")
+    process = start(forks, grey, out, *options, "batch_size=3")
     while process.poll() is None and len(list(out.glob("images/*.png"))) < 9:
         time.sleep(0.01)
     process.send_signal(number)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL)
+    done = process.wait(120)
+    error = done.stderr
+    assert done.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL)
     left = read_images(out) if number == signal.SIGTERM else {}
     drawn = len(list(out.glob("images/[0-9]*.png")))
     assert 9 <= drawn < 160
@@ -137,14 +130,14 @@ def test_a_stopped_process_leaves_whole_files_and_is_continued(
 
 
 def test_two_processes_share_a_job(
-    grey: Path, tmp_path: Path, whole: Callable[[str], Path]
+    forks: Forks, grey: Path, tmp_path: Path, whole: Callable[[str], Path]
 ) -> None:
     out = tmp_path / "out"
-    processes = [start(grey, out, *JOBS["sample"], f"part={part}/2") for part in (1, 2)]
-    told = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    assert all("\n3 images in " in printed for printed, _ in told)
-    assert any("look at" in printed for printed, _ in told)
+    processes = [start(forks, grey, out, *JOBS["sample"], f"part={part}/2") for part in (1, 2)]
+    told = [process.wait(120) for process in processes]
+    assert [done.returncode for done in told] == [0, 0], told
+    assert all("\n3 images in " in done.stdout for done in told)
+    assert any("look at" in done.stdout for done in told)
     assert_same_result(out, whole("sample"))
 
 

@@ -18,7 +18,7 @@ from imagegen.core.errors import UserError
 from imagegen.evaluation.scores import run as evaluate
 from imagegen.generation.images import CAPTION_HEIGHT, make_grid, with_captions
 from imagegen.generation.options import labels_of
-from tests.helpers import SMALL, manifest, read, read_images, sample, save_tiny_checkpoint
+from tests.helpers import DRAWING, SMALL, manifest, read, read_images, sample, save_tiny_checkpoint
 
 NAMES = ["cat", "dog", "7"]
 
@@ -36,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pixels = generator.integers(low, low + 50, (2, 2)).astype(np.uint8)
             Image.fromarray(pixels).save(folder / "photos" / name / f"{index}.png")
     with pytest.MonkeyPatch.context() as patch:
-        options = [option for option in SMALL if "limit_train" not in option]
+        options = [option for option in DRAWING if "limit_train" not in option]
         options += ["dataset=image_folder", f"dataset.root={folder / 'photos'}", "dataset.size=2"]
         options += [
             "dataset.channels=1",

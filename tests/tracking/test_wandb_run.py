@@ -20,9 +20,9 @@ from pytorch_lightning import Callback
 from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.tracking.loggers import build_loggers, close_loggers, logger_state
 from imagegen.tracking.wandb_file import last_wandb_step
-from tests.helpers import SMALL, WANDB, read, read_rows, read_wandb, run_train, wandb_records
+from tests.helpers import DRAWING, WANDB, read, read_rows, read_wandb, run_train, wandb_records
 
-LOGGED = [*(text for text in SMALL if text != "logger=none"), "trainer.log_every_n_steps=1"]
+LOGGED = [*(text for text in DRAWING if text != "logger=none"), "trainer.log_every_n_steps=1"]
 STEP = "trainer/global_step"
 
 

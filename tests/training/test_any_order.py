@@ -13,10 +13,10 @@ import torch
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.core.spec import ImageSpec
 from imagegen.training.module import ImageModule
-from tests.helpers import SMALL, Interrupt, read_rows, read_weights, run_train, tiny_model
+from tests.helpers import DRAWING, Interrupt, read_rows, read_weights, run_train, tiny_model
 
 ANY = [
-    *SMALL,
+    *DRAWING,
     "model.order=any",
     "model.orders=8",
     "logger=csv",

@@ -6,8 +6,7 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 
 from imagegen.checkpoint.reading import load_checkpoint
-from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.training.stopping import Interrupted, Interruptible, requeue_job
-from tests.helpers import SMALL
+from tests.forks import TRAIN, Forks
+from tests.helpers import DRAWING, SMALL
 
 OPTIONS = [
-    *SMALL,
+    *DRAWING,
     "logger=csv",
     "trainer.log_every_n_steps=1",
     "model.dropout=0.2",
@@ -30,11 +29,10 @@ OPTIONS = [
     "callbacks.grids.every=2",
 ]
 
-# Runs train.py once for each of its arguments, each time in a process of its own, forked from this
-# one to save the imports. An argument is a JSON list: where it ends, at which step or how often it
-# passes there before, and what is typed.
+# train.py that ends somewhere. Its first two arguments say where, and at which step or how often it
+# passes there before; the others are what is typed.
 CHILD = """
-import json, os, signal, sys
+import os, signal, sys
 import imagegen.core.errors, train
 from imagegen.training import callbacks, checkpoint_callbacks, module, training_run as training
 
@@ -72,33 +70,20 @@ def arm(where, passes):
     training.write_atomic = checkpoint_callbacks.write_atomic = write_atomic
     callbacks.Rates.on_train_batch_end = on_train_batch_end
 
-for text in sys.argv[1:]:
-    where, passes, typed = json.loads(text)
-    child = os.fork()
-    if not child:
-        arm(where, passes)
-        sys.argv = ["train.py", *typed]
-        train.main()
-        sys.stdout.flush()
-        os._exit(0)
-    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+arm(sys.argv[1], int(sys.argv[2]))
+sys.argv = ["train.py", *sys.argv[3:]]
+train.main()
 """
 
 
-def _train(*processes: tuple[str, int, list[str]]) -> list[int]:
+def _train(forks: Forks, *processes: tuple[str, int, list[str]]) -> list[int]:
     """The exit status of each of the processes; -9 for one that was killed."""
-    arguments = [json.dumps(process) for process in processes]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, *arguments],
-        cwd=PROJECT_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
-    return [int(line.split()[1]) for line in lines]
+    states = []
+    for where, passes, typed in processes:
+        done = forks.run(CHILD, where, str(passes), *typed)
+        assert "Traceback" not in done.stderr
+        states.append(done.returncode)
+    return states
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
@@ -136,9 +121,10 @@ def _assert_same_run(parts: Path, whole: Path) -> None:
     assert json.loads((parts / "summary.json").read_text())["state"] == "finished"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("validate_every", [6, pytest.param(3, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_and_continued(tmp_path: Path, validate_every: int) -> None:
+def test_killed_at_any_moment_and_continued(
+    tmp_path: Path, forks: Forks, validate_every: int
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     every = f"trainer.val_check_interval={validate_every if validate_every < 6 else 1.0}"
     options = [*OPTIONS, "trainer.max_epochs=3", every]
@@ -152,22 +138,24 @@ def test_killed_at_any_moment_and_continued(tmp_path: Path, validate_every: int)
         ("step", 17, goes_on),
         ("last.ckpt", 0, goes_on),
     ]
-    states = _train(("never", 0, [*options, f"hydra.run.dir={whole}"]), *moments)
+    states = _train(forks, ("never", 0, [*options, f"hydra.run.dir={whole}"]), *moments)
     assert states == [0] + [-signal.SIGKILL] * len(moments)
     # Whole, though a process was killed while it wrote the next.
     assert 0 < torch.load(parts / "checkpoints/last.ckpt", weights_only=True)["global_step"] < 18
     assert list((parts / "checkpoints").glob(".last.ckpt.*.partial"))
-    assert _train(("never", 0, goes_on)) == [0]
+    assert _train(forks, ("never", 0, goes_on)) == [0]
     _assert_same_run(parts, whole)
     assert [int(row["step"]) for row in read_rows(parts)] == list(range(18))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_nothing_is_lost_or_taken_twice_of_a_step_of_several_batches(tmp_path: Path) -> None:
+def test_nothing_is_lost_or_taken_twice_of_a_step_of_several_batches(
+    tmp_path: Path, forks: Forks
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = [*OPTIONS, "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2"]
     begun, goes_on = [*options, f"hydra.run.dir={parts}"], [f"resume={parts}"]
     states = _train(
+        forks,
         ("never", 0, [*options, f"hydra.run.dir={whole}"]),
         ("ctrl-c", 4, begun),  # at the first of two batches
         ("error", 7, goes_on),  # when the weights have moved
@@ -177,36 +165,27 @@ def test_nothing_is_lost_or_taken_twice_of_a_step_of_several_batches(tmp_path: P
     _assert_same_run(parts, whole)
 
 
-def test_slurm_takes_the_machine_away(tmp_path: Path) -> None:
+def test_slurm_takes_the_machine_away(tmp_path: Path, forks: Forks) -> None:
     """Its warning saves and asks for another turn, here in vain; the same command then goes on."""
     run = tmp_path / "run"
-    command = [
-        sys.executable,
-        str(PROJECT_ROOT / "train.py"),
+    typed = [
         *SMALL,
         "trainer.max_epochs=-1",
         "trainer.max_steps=100000",
-        "callbacks.grids.every=100000",
         f"hydra.run.dir={run}",
         "resume=auto",
     ]
     job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}
     place = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, **job, **place, "PATH": str(tmp_path / "nothing")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):  # the first validation
-            break
+    env = {**job, **place, "PATH": str(tmp_path / "nothing")}
+    process = forks.start(TRAIN, *typed, cwd=tmp_path, env=env)
+    while "\nstep " not in process.stdout.read_text():  # the first validation
+        assert process.poll() is None, process.stderr.read_text()
+        time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 130, error
+    stopped = process.wait(300)
+    error = stopped.stderr
+    assert stopped.returncode == 130, error
     assert "Traceback" not in error
     assert "stopping after this step\n" in error
     assert "SLURM could not be asked to run job 123 again: scontrol: No such file" in error
@@ -215,8 +194,7 @@ def test_slurm_takes_the_machine_away(tmp_path: Path) -> None:
     assert saved["global_step"] == steps >= 6
     # Lightning's own way would leave a checkpoint where the command was typed.
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    again = [*command, f"trainer.max_steps={steps + 2}"]
-    done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = forks.run(TRAIN, *typed, f"trainer.max_steps={steps + 2}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "summary.json").read_text())["steps"] == steps + 2
 

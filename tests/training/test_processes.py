@@ -21,11 +21,11 @@ from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.core.errors import UserError
 from imagegen.evaluation.scores import score_images
 from imagegen.training.processes import check_sharding, require_one_folder
-from tests.helpers import SMALL, read, read_rows, read_weights, run_train, write_image
+from tests.helpers import DRAWING, read, read_rows, read_weights, run_train, write_image
 
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 SHARED = [
-    *(text for text in SMALL if text not in ("trainer=cpu", "trainer.limit_val_batches=1")),
+    *(text for text in DRAWING if text not in ("trainer=cpu", "trainer.limit_val_batches=1")),
     "trainer.log_every_n_steps=1",
 ]
 LAUNCHERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -17,11 +17,11 @@ import torch
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.training.run_folder import refuse_used_folder
-from tests.helpers import SMALL, write_image
+from tests.forks import Forks
+from tests.helpers import DRAWING, SMALL, write_image
 
-# Runs train.py once for each of its arguments, each time in a process of its own, forked from this
-# one to save the imports. An argument is a JSON list: the function in which signals come, how often
-# it is called there before, what its first argument ends with, the signals, and what is typed.
+# train.py that signals strike. Its first argument is a JSON list: the function in which they come,
+# how often it is called there before, what its first argument ends with, and the signals.
 CHILD = """
 import json, os, signal, sys
 from hydra.utils import get_object
@@ -44,20 +44,9 @@ def arm(where, passes, ending, signals):
 
     setattr(owner, name, struck)
 
-for text in sys.argv[1:]:
-    where, passes, ending, signals, typed = json.loads(text)
-    child = os.fork()
-    if not child:
-        arm(where, passes, ending, signals)
-        sys.argv = ["train.py", *typed]
-        try:
-            train.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        sys.stdout.flush()
-        os._exit(status)
-    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+arm(*json.loads(sys.argv[1]))
+sys.argv = ["train.py", *sys.argv[2:]]
+train.main()
 """
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 
@@ -93,27 +82,21 @@ STRIKES = [
 ]
 
 
-TYPED = [*SMALL, "callbacks.grids.n_completed=0", "trainer.log_every_n_steps=1"]
+TYPED = [*DRAWING, "callbacks.grids.n_completed=0", "trainer.log_every_n_steps=1"]
 
 
-def _train(*runs: tuple[Strike, list[int], list[str]]) -> tuple[list[int], str]:
+def _train(forks: Forks, *runs: tuple[Strike, list[int], list[str]]) -> tuple[list[int], str]:
     """The exit status of each run, and what all have said."""
-    arguments = [json.dumps([*strike[:3], signals, typed]) for strike, signals, typed in runs]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, *arguments],
-        cwd=PROJECT_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
-    assert done.stdout.count("struck") == len(runs), done.stdout
-    assert "Traceback" not in done.stderr, done.stderr
-    return [int(line.split()[1]) for line in lines], done.stderr
+    statuses, said = [], ""
+    for strike, signals, typed in runs:
+        done = forks.run(CHILD, json.dumps([*strike[:3], signals]), *typed)
+        assert done.stdout.count("struck") == 1, (strike, done.stdout)
+        assert "Traceback" not in done.stderr, done.stderr
+        statuses.append(done.returncode)
+        said += done.stderr
+    return statuses, said
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
     ("signals", "strikes"),
     [
@@ -124,10 +107,14 @@ def _train(*runs: tuple[Strike, list[int], list[str]]) -> tuple[list[int], str]:
         ),
     ],
 )
-def test_two_signals_at_once(tmp_path: Path, signals: list[int], strikes: list[Strike]) -> None:
+def test_two_signals_at_once(
+    tmp_path: Path, forks: Forks, signals: list[int], strikes: list[Strike]
+) -> None:
     folders = [f"hydra.run.dir={tmp_path / str(number)}" for number in range(len(strikes))]
     runs = zip(strikes, folders, strict=True)
-    statuses, error = _train(*((strike, signals, [*TYPED, folder]) for strike, folder in runs))
+    statuses, error = _train(
+        forks, *((strike, signals, [*TYPED, folder]) for strike, folder in runs)
+    )
     assert statuses == [130] * len(strikes), error
     for number, strike in enumerate(strikes):
         run = tmp_path / str(number)
@@ -145,8 +132,7 @@ def test_two_signals_at_once(tmp_path: Path, signals: list[int], strikes: list[S
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_sweep_and_a_folder_of_images(tmp_path: Path) -> None:
+def test_a_sweep_and_a_folder_of_images(tmp_path: Path, forks: Forks) -> None:
     """The other runs of a sweep do not begin; half of the converted images is not taken for all."""
     for number in range(20):
         write_image(tmp_path / "photos" / f"{number}.png", (8, 8), seed=number)
@@ -156,6 +142,7 @@ def test_a_sweep_and_a_folder_of_images(tmp_path: Path) -> None:
     sweep = ["--multirun", *TYPED, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     step = Strike("imagegen.training.module.ImageModule.training_step", 2)
     statuses, error = _train(
+        forks,
         (Strike("imagegen.data.image_cache.image_digests"), [INT, INT], images),
         (Strike("imagegen.data.image_cache._write"), [INT, TERM], images),
         (step, [INT, INT], sweep),
@@ -223,16 +210,10 @@ train.main()
 """
 
 
-def test_waiting_for_a_logger_can_be_interrupted(tmp_path: Path) -> None:
+def test_waiting_for_a_logger_can_be_interrupted(tmp_path: Path, forks: Forks) -> None:
     """wandb may take minutes to upload, and Lightning ignores Ctrl-C once it has come."""
-    typed = [*SMALL, "callbacks.grids=null", f"hydra.run.dir={tmp_path / 'run'}"]
-    typed = [text for text in typed if "grids." not in text]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_FINISH, *typed],
-        cwd=PROJECT_ROOT,
-        capture_output=True,
-        text=True,
-    )
+    typed = [*SMALL, f"hydra.run.dir={tmp_path / 'run'}"]
+    done = forks.run(INTERRUPTED_FINISH, *typed)
     assert (done.returncode, "not interrupted" in done.stdout) == (130, False), done.stderr
     assert "Traceback" not in done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -124,8 +124,7 @@ def test_a_diverged_validation_stops(
 ) -> None:
     monkeypatch.setattr(Poison, "steps", ())
     monkeypatch.setattr(Poison, "validation", True)
-    options = ("callbacks.grids.n_samples=0", "callbacks.grids.n_completed=0")
-    assert _train(monkeypatch, tmp_path / "run", *options) == 1
+    assert _train(monkeypatch, tmp_path / "run") == 1
     assert "the validation after step 6 gives nan bits/dim" in capsys.readouterr().err
 
 

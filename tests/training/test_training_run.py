@@ -28,7 +28,7 @@ from imagegen.data.datamodule import ImageDataModule
 from imagegen.data.digits import Digits
 from imagegen.tracking.curves import curves
 from imagegen.training.optimizers import optimizer_factory
-from tests.helpers import SMALL, Interrupt, read_rows, read_weights, run_train, tiny_model
+from tests.helpers import DRAWING, SMALL, Interrupt, read_rows, read_weights, run_train, tiny_model
 
 FOLDER = {"_target_": "imagegen.data.image_folder.ImageFolder", "size": [4, 4]}
 
@@ -37,7 +37,7 @@ def test_a_run_leaves_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    status = run_train(monkeypatch, *SMALL, f"hydra.run.dir={run}", "seed=3")
+    status = run_train(monkeypatch, *DRAWING, f"hydra.run.dir={run}", "seed=3")
     printed = capsys.readouterr().out
     assert status == 0
     summary = json.loads((run / "summary.json").read_text())
@@ -106,7 +106,7 @@ def test_attentions_and_heads_train(
     run = tmp_path / "run"
     status = run_train(
         monkeypatch,
-        *SMALL,
+        *DRAWING,
         f"attention={attention}",
         f"head={head}",
         "trainer.max_epochs=5",
@@ -124,7 +124,7 @@ def test_a_seed_gives_its_weights_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever random numbers the process has drawn before; another seed gives others."""
-    options = [*SMALL, "model.dropout=0.2", "model.flips=true", "callbacks.grids=null"]
+    options = [*SMALL, "model.dropout=0.2", "model.flips=true"]
     options += ["trainer.max_epochs=1", "callbacks.ema.decay=0.9"]
     found = []
     for name, seed in (("one", 3), ("other", 3), ("third", 4)):
@@ -144,7 +144,7 @@ def _continued(
 ) -> tuple[Path, Path]:
     """An uninterrupted run, and one that was stopped after each of `limits` but the last."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    shared = [*SMALL, "scheduler=constant", "model.dropout=0.2", "trainer.log_every_n_steps=1"]
+    shared = [*DRAWING, "scheduler=constant", "model.dropout=0.2", "trainer.log_every_n_steps=1"]
     assert run_train(monkeypatch, *shared, *limits[-1], f"hydra.run.dir={whole}") == 0
     run_train(monkeypatch, *shared, *limits[0], f"hydra.run.dir={parts}")
     for limit in limits[1:]:
@@ -201,7 +201,7 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_an_epoch(
 def test_steps_and_time_end_a_run_with_a_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endless = [*SMALL, "trainer.max_epochs=-1", "callbacks.grids.every=1000"]
+    endless = [*SMALL, "trainer.max_epochs=-1"]
     for name, limit in (("steps", "trainer.max_steps=8"), ("time", "trainer.max_time=00:00:00:01")):
         run = tmp_path / name
         assert run_train(monkeypatch, *endless, limit, f"hydra.run.dir={run}") == 0
