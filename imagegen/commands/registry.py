@@ -37,7 +37,7 @@ COMMANDS = {
     "compress": Command("compress", "store images without loss"),
     "decompress": Command("decompress", "restore compressed images"),
     "export": Command("export", "write a model as safetensors or ONNX"),
-    "page": Command("page", "open a web page: draw, erase, watch the model fill in"),
+    "page": Command("page.command", "open a web page: draw, erase, watch the model fill in"),
     "verify": Command("verify", "check that a model is correct"),
     "runs": Command("runs", "list runs, the best first", hydra=False),
     "find-lr": Command("find_lr", "look for a learning rate"),

@@ -51,4 +51,4 @@ def test_what_an_option_looks_like() -> None:
 
 
 def test_every_command_of_options_has_its_help_made() -> None:
-    assert len(FILES) == 10
+    assert len(FILES) == 11

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from imagegen.commands.page.options import PageOptions
+from imagegen.commands.page.studio import Studio
 from imagegen.core.installation import PROJECT_ROOT
-from imagegen.page.options import PageOptions
-from imagegen.page.studio import Studio
 from tests.helpers import save_tiny_checkpoint, write_image
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -76,7 +76,7 @@ class Served:
 
 
 def _serve(path: Path, password: str | None = None) -> Iterator[Served]:
-    from imagegen.page.server import start
+    from imagegen.commands.page.server import start
 
     studio, port = Studio(str(path), "cpu"), _free_port()
     served = Served(studio, f"http://127.0.0.1:{port}", path)

@@ -17,18 +17,17 @@ import torch
 from PIL import Image
 
 from imagegen.cli.entry import compose
-from imagegen.commands import page as command
+from imagegen.commands.page import command, pictures, server
+from imagegen.commands.page import job as jobs
+from imagegen.commands.page.job import Job
+from imagegen.commands.page.options import PageOptions
+from imagegen.commands.page.studio import Studio, Wish, quoted, sample_command
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.data.regions import read_region
 from imagegen.generation.images import from_display
 from imagegen.generation.sampling_loop import generate
 from imagegen.generation.state_walk import head_matrices, softmax_bytes, walk_state
-from imagegen.page import job as jobs
-from imagegen.page import pictures, server
-from imagegen.page.job import Job
-from imagegen.page.options import PageOptions
-from imagegen.page.studio import Studio, Wish, quoted, sample_command
 from tests.helpers import read_images, run_main, sample, save_tiny_checkpoint, tiny_model
 
 GREY, COLOUR = ImageSpec(5, 4, 1, 17), ImageSpec(4, 6, 3)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from imagegen.commands.page.options import PageOptions
+from imagegen.commands.page.studio import Studio
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 from imagegen.core.installation import pip_install
-from imagegen.page.options import PageOptions
-from imagegen.page.studio import Studio
 
 PACKAGES = "'gradio>=6.31,<7'"
 
@@ -50,7 +50,7 @@ def run(config: Mapping[str, Any]) -> None:
 def start(studio: Studio, options: PageOptions) -> Any:
     """Serve the page in threads of its own, and print its address; returns Gradio's page."""
     os.environ.update(_NO_TELEMETRY)
-    from imagegen.page.app import CSS, build, theme
+    from imagegen.commands.page.app import CSS, build, theme
 
     page = build(studio)
     page.queue(max_size=20, api_open=False)

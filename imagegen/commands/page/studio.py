@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jaxtyping import Bool, UInt8
 
+from imagegen.commands.page.job import Job
 from imagegen.core.errors import UserError
 from imagegen.core.installation import typed
 from imagegen.core.values import MAX_SEED, resolve_device, whole_number
 from imagegen.generation.options import controls_of, labels_of
-from imagegen.page.job import Job
 
 if TYPE_CHECKING:
     from imagegen.checkpoint.reading import LoadedCheckpoint

@@ -9,11 +9,11 @@ from typing import Any
 
 import gradio as gr
 
+from imagegen.commands.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
+from imagegen.commands.page.pictures import GrowingGif, download, image_tag, shown
+from imagegen.commands.page.studio import MOST_IMAGES, Studio, sample_command
 from imagegen.generation.images import encode_png
 from imagegen.generation.job import labelled_grid
-from imagegen.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
-from imagegen.page.pictures import GrowingGif, download, image_tag, shown
-from imagegen.page.studio import MOST_IMAGES, Studio, sample_command
 
 
 def build(studio: Studio) -> None:

@@ -2,7 +2,7 @@
 
 Gradio's own editor works on enlarged pictures with soft brushes, from which the exact value of a
 pixel could not be had back. What this one sends and takes is read by `read_canvas` and written by
-`write_canvas` of `imagegen.page.pictures`.
+`write_canvas` of `imagegen.commands.page.pictures`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import gradio as gr
 import numpy as np
 
+from imagegen.commands.page.pictures import write_canvas
 from imagegen.core.spec import ImageSpec
-from imagegen.page.pictures import write_canvas
 
 _SCRIPT = Path(__file__).with_name("canvas.js")
 

@@ -8,10 +8,10 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
+from imagegen.commands.page.controls import AT_ONCE, QUEUE, status, stops, streamed
+from imagegen.commands.page.pictures import heat, image_tag, shown
+from imagegen.commands.page.studio import Studio, Wish
 from imagegen.generation.state_walk import Moment, walk_state
-from imagegen.page.controls import AT_ONCE, QUEUE, status, stops, streamed
-from imagegen.page.pictures import heat, image_tag, shown
-from imagegen.page.studio import Studio, Wish
 
 WORDS = """
 A linear attention layer is a recurrent network: all that it remembers of the pixels before is one

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gradio as gr
 
-from imagegen.page import complete_tab, draw_tab, state_tab
-from imagegen.page.controls import stops
-from imagegen.page.studio import Studio
+from imagegen.commands.page import complete_tab, draw_tab, state_tab
+from imagegen.commands.page.controls import stops
+from imagegen.commands.page.studio import Studio
 
 TABS = {
     "Complete": complete_tab.build,
@@ -40,7 +40,7 @@ def theme() -> gr.themes.Base:
 
 
 def build(studio: Studio) -> gr.Blocks:
-    """The page of a model; see `imagegen.page.server` for who serves it."""
+    """The page of a model; see `imagegen.commands.page.server` for who serves it."""
     spec = studio.spec
     with gr.Blocks(
         title="imagegen", analytics_enabled=False, delete_cache=(300, 900), fill_width=True

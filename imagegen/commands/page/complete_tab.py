@@ -8,11 +8,11 @@ from typing import Any
 
 import gradio as gr
 
+from imagegen.commands.page.canvas import canvas
+from imagegen.commands.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
+from imagegen.commands.page.pictures import image_tag, read_canvas, read_upload, shown, write_canvas
+from imagegen.commands.page.studio import MOST_COMPLETIONS, Growing, Studio
 from imagegen.core.errors import UserError
-from imagegen.page.canvas import canvas
-from imagegen.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
-from imagegen.page.pictures import image_tag, read_canvas, read_upload, shown, write_canvas
-from imagegen.page.studio import MOST_COMPLETIONS, Growing, Studio
 
 _UNCHANGED = gr.skip()
 

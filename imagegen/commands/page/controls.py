@@ -9,8 +9,8 @@ from typing import Any
 
 import gradio as gr
 
+from imagegen.commands.page.studio import Studio, Wish
 from imagegen.core.errors import UserError, first_line
-from imagegen.page.studio import Studio, Wish
 
 QUEUE = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
 """Of everything that draws: one at a time, the others wait."""

@@ -10,6 +10,6 @@ from imagegen.cli.entry import hydra_entry
 @hydra_entry("page")
 def main(config: DictConfig) -> None:
     """Serve the page until Ctrl-C."""
-    from imagegen.page.server import run
+    from imagegen.commands.page.server import run
 
     run(config)
