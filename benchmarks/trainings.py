@@ -181,7 +181,7 @@ def _train_one(name: str, table: Table, out: Path, row: str, seed: int, core: in
         done = subprocess.run(
             [*pinned, *command], cwd=ROOT, env=environment, capture_output=True, text=True
         )
-        if done.returncode and "come to its end already" not in done.stderr:
+        if done.returncode and "has already finished" not in done.stderr:
             print(f"{row}, seed {seed}: {done.stderr[-2000:]}", file=sys.stderr)
             return
     print(f"{time.strftime('%H:%M:%S')} {row}, seed {seed}: {done.stdout.strip()}", flush=True)

@@ -96,7 +96,10 @@ def write_image(path: Path, shape: tuple[int, ...], seed: int = 0) -> np.ndarray
 def sample(ckpt: Path, out: Path, *overrides: str) -> Path:
     """Run `sample.py` with these options."""
     config = copy.deepcopy(_composed(overrides))
-    config.ckpt, config.out = str(ckpt), str(out)
+    typed = {override.partition("=")[0] for override in overrides}
+    for name, value in {"ckpt": ckpt, "out": out}.items():
+        if name not in typed:
+            config[name] = str(value)
     return run(config)
 
 

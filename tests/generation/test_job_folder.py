@@ -293,10 +293,10 @@ def test_refusals(grey: Path, tmp_path: Path, option: str, sentence: str) -> Non
     assert not tree(tmp_path)
 
 
-def test_a_whole_job_needs_its_folder(grey: Path) -> None:
+def test_a_whole_job_needs_its_folder(grey: Path, tmp_path: Path) -> None:
     for option in ("part=1/2", "resume=true"):
         with pytest.raises(UserError, match="needs out=<the folder of the whole job>"):
-            sample(grey, "null", option)  # type: ignore[arg-type]
+            sample(grey, tmp_path, option, "out=null")
 
 
 def test_the_manifest_is_enough_to_make_an_image_again(whole: Callable[[str], Path]) -> None:
