@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from imagegen.attention.base import DEFAULT_CHUNK, AttentionState, CausalAttention
 from imagegen.attention.feature_maps import build_feature_map
 from imagegen.attention.linear_chunks import LinearChunks
+from imagegen.attention.linear_scan import LinearScan, takes
 from imagegen.attention.query_key_norm import QueryKeyNorm
 from imagegen.core.errors import UserError
 
@@ -196,12 +197,15 @@ class LinearAttention(CausalAttention[LinearState]):
     def forward(
         self, x: Float[Tensor, "b n e"], state: LinearState | None = None
     ) -> tuple[Float[Tensor, "b n e"], LinearState]:
+        qkv = self.qkv(x)
+        if self.qk_norm is None:
+            apart = rearrange(qkv, "b n (three h d) -> b n three h d", three=3, h=self.n_heads)
+            if takes(apart, self.feature_map):
+                return self._scanned(apart, state)
         # Of layouts that chunks can be cut from, so that the maps keep no other copy of them.
         q, k, v = (
             t.contiguous()
-            for t in rearrange(
-                self.qkv(x), "b n (three h f) -> three b h n f", three=3, h=self.n_heads
-            )
+            for t in rearrange(qkv, "b n (three h f) -> three b h n f", three=3, h=self.n_heads)
         )
         with torch.autocast(x.device.type, enabled=False):
             q, k, v, scale = self._mapped(q, k, v)
@@ -209,6 +213,13 @@ class LinearAttention(CausalAttention[LinearState]):
                 q, k, v, state, self.chunk_size, self.eps, scale=scale, **self._options()
             )
         return self.out(rearrange(y, "b h n m -> b n (h m)").to(x.dtype)), state
+
+    def _scanned(self, qkv: Tensor, state: LinearState | None) -> tuple[Tensor, LinearState]:
+        before = self.initial_state(len(qkv)) if state is None else state
+        y, normalizer, s, z = LinearScan.apply(qkv, before.s, before.z, self.eps, self.feature_map)
+        if self.normalizer_observer is not None:
+            self.normalizer_observer(normalizer)
+        return self.out(y.flatten(2)), LinearState(s, z)
 
     def step(
         self, x: Float[Tensor, "b e"], state: LinearState

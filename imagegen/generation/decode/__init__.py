@@ -10,7 +10,6 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
+from imagegen.core.compiled import folder, load
 from imagegen.core.errors import UserError
 from imagegen.core.machine import Choice, limited_threads
 from imagegen.core.values import choice
@@ -203,7 +203,7 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
         fused = _fused()
     except Exception as error:  # Numba missing, too old, or at odds with another package
         return str(error)
-    from imagegen.generation.decode.cache import first_use
+    from imagegen.core.compiled.cache import first_use
     from imagegen.generation.decode.integer import is_supported
     from imagegen.generation.decode.prepare import why_not
 
@@ -213,7 +213,7 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
 
     bits = 32 if precision == "auto" and not is_supported() else BITS[precision]
     decoder: Decoder = fused.FusedDecoder(model, bits)
-    if first_use(_folder(), decoder.variant):
+    if first_use(folder(), decoder.variant):
         say("for the first time: compiling the loop for this machine takes seconds, once")
     first_step = np.zeros((1, 1, model.raster.values_per_step), dtype=np.uint8)
     try:
@@ -221,7 +221,7 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
             decoder.parameters(first_step)  # compiles, or loads what was compiled
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
-        return f"compiling them into {_folder()} failed ({type(error).__name__}: {reason})"
+        return f"compiling them into {folder()} failed ({type(error).__name__}: {reason})"
     return decoder
 
 
@@ -235,7 +235,7 @@ def machine_choice(device: torch.device) -> Choice:
         _fused()
     except Exception as error:  # as in `_decoder`
         return Choice("PyTorch's operations", str(error))
-    from imagegen.generation.decode.compile import target
+    from imagegen.core.compiled.compile import target
     from imagegen.generation.decode.integer import is_supported
 
     compiled = target()
@@ -255,21 +255,9 @@ def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:
     return GraphDecoder(model) if reason is None else reason
 
 
-@functools.cache
 def _fused() -> Any:
-    """The module of the compiled loops, its code read from where it is kept."""
-    from imagegen.generation.decode.cache import numba_cache
-
-    with numba_cache(_folder()):
-        from imagegen.generation.decode import fused
-    return fused
-
-
-@functools.cache
-def _folder() -> Path:
-    from imagegen.generation.decode.cache import cache_folder
-
-    return cache_folder()
+    """The module of the compiled loops."""
+    return load("imagegen.generation.decode.fused")
 
 
 @functools.cache

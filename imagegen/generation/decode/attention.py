@@ -13,8 +13,10 @@ import numpy as np
 from numba import float32
 
 from imagegen.attention.delta import L2_EPS
-from imagegen.generation.decode.compile import compiled, fast
-from imagegen.generation.decode.elementwise import exp32, normalize_row, silu_, softplus32
+from imagegen.core.compiled.compile import compiled, fast
+from imagegen.core.compiled.elementwise import exp32, normalize_row, silu_, softplus32
+from imagegen.core.compiled.state import read, update_and_read
+from imagegen.core.compiled.vectors import LANES
 from imagegen.generation.decode.mixers import (
     FEATURE_MAPS,
     FIXED,
@@ -25,8 +27,6 @@ from imagegen.generation.decode.mixers import (
     NO_NORM,
     SILU,
 )
-from imagegen.generation.decode.state import read, update_and_read
-from imagegen.generation.decode.vectors import LANES
 
 ELU = FEATURE_MAPS["elu"]
 

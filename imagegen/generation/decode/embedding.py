@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor, nn
 
-from imagegen.generation.decode.compile import fast
+from imagegen.core.compiled.compile import fast
 from imagegen.model.canvas import Canvas
 from imagegen.model.embeddings import LinearPrediction, Neighbourhood, ValueAndSinusoid
 from imagegen.model.known_neighbourhood import KnownNeighbourhood, KnownPrediction

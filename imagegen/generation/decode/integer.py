@@ -22,10 +22,9 @@ from numba import float32, int16, int32, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from imagegen.generation.decode.compile import compiled, fast, target
-from imagegen.generation.decode.elementwise import as_float
-from imagegen.generation.decode.matmul import PANEL, TILE_ROWS
-from imagegen.generation.decode.vectors import (
+from imagegen.core.compiled.compile import compiled, fast, target
+from imagegen.core.compiled.elementwise import as_float
+from imagegen.core.compiled.vectors import (
     FLOAT,
     LANES,
     floats,
@@ -40,6 +39,7 @@ from imagegen.generation.decode.vectors import (
     whole,
     wholes,
 )
+from imagegen.generation.decode.matmul import PANEL, TILE_ROWS
 
 shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
 UNROLL = 2

@@ -15,13 +15,13 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int16, Int64, UInt8
 from numba.extending import overload
 
+from imagegen.core.compiled.compile import compiled, inline
+from imagegen.core.compiled.elementwise import activate, add_scaled, copy, normalize
 from imagegen.generation.decode.attention import (
     decayed_attention,
     linear_attention,
     softmax_attention,
 )
-from imagegen.generation.decode.compile import compiled, inline
-from imagegen.generation.decode.elementwise import activate, add_scaled, copy, normalize
 from imagegen.generation.decode.embedding import (
     EmbeddingTables,
     Order,

@@ -19,8 +19,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from imagegen.generation.decode.compile import compiled
-from imagegen.generation.decode.vectors import (
+from imagegen.core.compiled.compile import compiled
+from imagegen.core.compiled.vectors import (
     FLOAT,
     LANES,
     floats,

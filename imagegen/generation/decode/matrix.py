@@ -12,7 +12,7 @@ from typing import NamedTuple, no_type_check
 import numpy as np
 from jaxtyping import Float, Float32, Int16
 
-from imagegen.generation.decode.compile import compiled
+from imagegen.core.compiled.compile import compiled
 from imagegen.generation.decode.integer import linear_integers, pack_integers, quantize
 from imagegen.generation.decode.matmul import PANEL, linear, pack, pad
 

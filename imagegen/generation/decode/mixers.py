@@ -29,7 +29,7 @@ from imagegen.attention.gla import GatedLinearAttention
 from imagegen.attention.linear import LinearAttention, LinearState
 from imagegen.attention.retention import Retention
 from imagegen.attention.softmax import SoftmaxAttention, SoftmaxState
-from imagegen.generation.decode.vectors import LANES
+from imagegen.core.compiled.vectors import LANES
 
 FEATURE_MAPS = {"elu": 0, "relu": 1}
 NO_DECAY, FIXED, LOG_SIGMOID, SOFTPLUS = 0, 1, 2, 3

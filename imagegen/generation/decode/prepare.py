@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from imagegen.core.compiled.elementwise import ACTIVATIONS
 from imagegen.generation.decode import mixers
-from imagegen.generation.decode.elementwise import ACTIVATIONS
 from imagegen.generation.decode.embedding import (
     KNOWN,
     condition_tables,

@@ -10,7 +10,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from imagegen.generation.decode.compile import compiled
+from imagegen.core.compiled.compile import compiled
 from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG_SCALE
 
 

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from imagegen.generation.decode.compile import compiled, inline, target
+from imagegen.core.compiled.compile import compiled, inline, target
 
 COUNT, GENERATION, ABANDONED, SIZE = 0, 8, 16, 24
 """Places in the array of a team, each on a cache line of its own."""

@@ -26,9 +26,9 @@ import torch  # noqa: E402
 from numba import types  # noqa: E402
 from numba.core.caching import NullCache  # noqa: E402
 
+from imagegen.core.compiled.compile import target  # noqa: E402
 from imagegen.core.spec import ImageSpec  # noqa: E402
 from imagegen.generation import decode  # noqa: E402
-from imagegen.generation.decode.compile import target  # noqa: E402
 
 
 class _Compiled(Exception):

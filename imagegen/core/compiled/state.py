@@ -12,8 +12,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from imagegen.generation.decode.compile import compiled
-from imagegen.generation.decode.vectors import (
+from imagegen.core.compiled.compile import compiled
+from imagegen.core.compiled.vectors import (
     FLOAT,
     LANES,
     floats,
@@ -28,7 +28,7 @@ from imagegen.generation.decode.vectors import (
 )
 
 
-def _pass(vectors: int, updates: bool) -> Any:
+def _pass(vectors: int, updates: bool, decays: bool = False) -> Any:
     """A pass over `vectors` times 8 columns of a state; all by address, the stride in numbers."""
 
     @no_type_check
@@ -47,13 +47,13 @@ def _pass(vectors: int, updates: bool) -> Any:
         at, count = types.uintp, types.intp
         signature = types.void(at, count, at, at, at, at, at, count)
         return signature, lambda context, builder, sig, args: _emit(
-            context, builder, args, vectors, updates
+            context, builder, args, vectors, updates, decays
         )
 
     return state_pass
 
 
-def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) -> Any:
+def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool, decays: bool) -> Any:
     state, stride, decay, k, q, v, out, d = args
     columns = range(vectors)
     fma = multiply_add(builder)
@@ -76,7 +76,8 @@ def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) ->
         row = builder.add(state, builder.mul(loop.index, bytes_a_row))
         query = feature(q, loop.index)
         if updates:
-            kept, key = feature(decay, loop.index), feature(k, loop.index)
+            key = feature(k, loop.index)
+            kept = feature(decay, loop.index) if decays else None
             # Each head may be in a page of its own, and processors do not look beyond a page.
             following = builder.add(row, builder.mul(d, bytes_a_row))
             for j in range(0, vectors, 2):
@@ -84,7 +85,8 @@ def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) ->
         for j in columns:
             now = load(builder, column(row, j), floats)
             if updates:
-                now = fma(key, values[j], builder.fmul(kept, now))
+                now = now if kept is None else builder.fmul(kept, now)
+                now = fma(key, values[j], now)
                 store(builder, now, column(row, j))
             builder.store(fma(query, now, builder.load(sums[j])), sums[j])
     for j in columns:
@@ -92,7 +94,8 @@ def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool) ->
     return context.get_dummy_value()
 
 
-_update4, _update1 = _pass(4, True), _pass(1, True)
+_update4, _update1 = _pass(4, True, True), _pass(1, True, True)
+_add4, _add1 = _pass(4, True), _pass(1, True)
 _read4, _read1 = _pass(4, False), _pass(1, False)
 
 
@@ -124,6 +127,25 @@ def update_and_read(state, decay, k, v, q, out):
             j += 32
         else:
             _update1(at + offset, stride, decay_at, k_at, q_at, v_at + offset, out_at + offset, d)
+            j += 8
+
+
+@no_type_check
+@compiled()
+def add_and_read(state, k, v, q, out):
+    """S += k v^T, out = S^T q; see `update_and_read`."""
+    d, m = state.shape
+    stride = state.strides[0] // FLOAT
+    at, k_at, q_at = state.ctypes.data, k.ctypes.data, q.ctypes.data
+    v_at, out_at = v.ctypes.data, out.ctypes.data
+    j = 0
+    while j < m:
+        offset = j * FLOAT
+        if m - j >= 32:
+            _add4(at + offset, stride, k_at, k_at, q_at, v_at + offset, out_at + offset, d)
+            j += 32
+        else:
+            _add1(at + offset, stride, k_at, k_at, q_at, v_at + offset, out_at + offset, d)
             j += 8
 
 

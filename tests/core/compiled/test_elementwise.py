@@ -6,7 +6,7 @@ import torch
 from numba import njit
 from torch.nn import functional as F
 
-from imagegen.generation.decode.elementwise import (
+from imagegen.core.compiled.elementwise import (
     ACTIVATIONS,
     activate,
     add_scaled,

@@ -17,9 +17,15 @@ from typing import Any
 
 from imagegen.core.installation import PACKAGE
 
-_SOURCES = Path(__file__).parent
-_CONSTANTS = ("attention/delta.py", "heads/mixture_of_logistics.py")
-"""Modules elsewhere in the package with numbers that are compiled into the loops."""
+_SOURCES = (
+    "core/compiled/*.py",
+    "generation/decode/*.py",
+    "attention/linear_loops.py",
+    # These hold numbers that are compiled into the loops.
+    "attention/delta.py",
+    "heads/mixture_of_logistics.py",
+)
+"""What is compiled, in the package."""
 _PREFIX = "compiled-"
 _UNUSED = 7 * 24 * 3600
 """Seconds after which code of other sources is removed: another installation may still use it."""
@@ -37,7 +43,7 @@ def cache_folder() -> Path:
         OSError: where not even a temporary folder can be made.
     """
     digest = hashlib.sha256()
-    for path in [*sorted(_SOURCES.glob("*.py")), *(PACKAGE / name for name in _CONSTANTS)]:
+    for path in sorted(path for pattern in _SOURCES for path in PACKAGE.glob(pattern)):
         digest.update(path.read_bytes())
     name = _PREFIX + digest.hexdigest()[:16]
     for parent in _parents():
@@ -53,7 +59,7 @@ def cache_folder() -> Path:
 
 def _parents() -> Iterator[Path]:
     """Where to try: beside the sources, in the user's cache, in the user's temporary folder."""
-    yield _SOURCES / "__pycache__"
+    yield PACKAGE / "core" / "compiled" / "__pycache__"
     home = os.environ.get("XDG_CACHE_HOME")
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         yield (Path(home) if home else Path.home() / ".cache") / "imagegen"
@@ -91,7 +97,7 @@ def _compiler() -> str:
     """What compiles the sources and for which processor, in one word."""
     import numba
 
-    from imagegen.generation.decode.compile import target
+    from imagegen.core.compiled.compile import target
 
     compiler = (numba.__version__, target())
     return hashlib.sha256(repr(compiler).encode()).hexdigest()[:16]

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 
 from imagegen.cli.entry import PROJECT_ROOT
-from imagegen.generation.decode import cache, compile
-from imagegen.generation.decode.cache import cache_folder, first_use, numba_cache
-from imagegen.generation.decode.compile import target
+from imagegen.core.compiled import cache, compile
+from imagegen.core.compiled.cache import cache_folder, first_use, numba_cache
+from imagegen.core.compiled.compile import target
+from imagegen.core.installation import PACKAGE
 
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "decode"
-    folder.mkdir()
+    folder = tmp_path / "core" / "compiled"
+    folder.mkdir(parents=True)
     (folder / "a.py").write_text("one = 1")
     (folder / "b.py").write_text("two = 2")
-    for name in cache._CONSTANTS:
-        (tmp_path / name).parent.mkdir()
+    for name in (name for name in cache._SOURCES if "*" not in name):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    monkeypatch.setattr(cache, "_SOURCES", folder)
     monkeypatch.setattr(cache, "PACKAGE", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     return folder
@@ -59,21 +59,24 @@ def test_other_sources_have_another_folder(sources: Path) -> None:
 
 def test_constants_from_elsewhere_are_sources(sources: Path) -> None:
     first = cache_folder()
-    (sources.parent / "heads" / "mixture_of_logistics.py").write_text("MAX_MEAN = 99")
+    (sources.parents[1] / "heads" / "mixture_of_logistics.py").write_text("MAX_MEAN = 99")
     assert cache_folder() != first
-    # All modules outside the folder from which a module of loops imports a constant.
-    code = Path(cache.__file__).parent
-    elsewhere = set()
-    for path in code.glob("*.py"):
+
+
+def test_whatever_is_compiled_is_a_source() -> None:
+    """Every module with a compiled function, and those that it imports a constant from."""
+    known = {path for pattern in cache._SOURCES for path in PACKAGE.glob(pattern)}
+    needed = set()
+    for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         if "@compiled()" in text or "@fast()" in text:
-            constants = (
-                r"^from imagegen\.(?!generation\.decode)([\w.]+) import .*\b[A-Z][A-Z0-9_]{2,}"
-            )
+            constants = r"^from imagegen\.([\w.]+) import .*\b[A-Z][A-Z0-9_]{2,}"
             found = re.findall(constants, text, re.MULTILINE)
-            elsewhere |= {name.replace(".", "/") + ".py" for name in found}
+            needed |= {path, *(PACKAGE / (name.replace(".", "/") + ".py") for name in found)}
     # NO_LABEL is not in a loop.
-    assert elsewhere - {"model/transformer.py"} == set(cache._CONSTANTS)
+    needed -= {PACKAGE / "model" / "transformer.py"}
+    assert len(needed) > 12
+    assert needed <= known
 
 
 def test_processors_have_folders_of_their_own(
@@ -92,7 +95,7 @@ def test_processors_have_folders_of_their_own(
 
 
 def test_an_overridden_processor_has_a_folder_of_its_own() -> None:
-    script = "from imagegen.generation.decode import _folder; print(_folder(), end='')"
+    script = "from imagegen.core.compiled import folder; print(folder(), end='')"
     found = Path(_python(script, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES=""))
     assert found != cache_folder()
     assert found.parent == cache_folder().parent
@@ -167,7 +170,7 @@ def test_a_temporary_folder_of_others_is_not_used(
 
 def test_a_folder_of_one_process_is_removed_with_it() -> None:
     script = """
-from imagegen.generation.decode import cache
+from imagegen.core.compiled import cache
 cache._parents = lambda: ()
 assert cache.cache_folder() == cache.cache_folder()
 assert cache.cache_folder().is_dir()

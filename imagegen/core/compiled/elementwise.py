@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import float32, int32, types
 from numba.extending import intrinsic
 
-from imagegen.generation.decode.compile import compiled, fast, inline
+from imagegen.core.compiled.compile import compiled, fast, inline
 
 RELU, GELU, SILU = 0, 1, 2
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU}
