@@ -16,6 +16,7 @@ from numba import float32, int32, uint16, uint32
 from numba.extending import overload
 
 from imagegen.core.compiled.compile import compiled, fast
+from imagegen.core.compiled.compile import target as target
 from imagegen.core.compiled.elementwise import as_float, as_int, exp32
 from imagegen.core.compiled.state import add_and_read
 

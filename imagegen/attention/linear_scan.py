@@ -20,12 +20,14 @@ from torch.autograd.function import once_differentiable
 
 from imagegen.attention.feature_maps import FUNCTIONS, FeatureMap, FunctionMap
 from imagegen.core.compiled import load
+from imagegen.core.machine import Choice
 
 SHORTEST = 128
 """Positions from which loading the compiled loops pays, for any number of images: an image's result
 does not depend on its company."""
 VECTOR = 8
 """Features of a head are a multiple of this."""
+CHUNKS = "chunks of PyTorch's operations"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -144,13 +146,23 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="attention")
 
 
+def machine_choice() -> Choice:
+    """What goes through linear attention on this machine's CPU, and why."""
+    try:
+        loops: Any = load("imagegen.attention.linear_loops")
+    except Exception as error:  # Numba missing, too old, or at odds with another package
+        return Choice(CHUNKS, str(error))
+    sets = loops.target().instruction_sets
+    if not {"AVX2", "NEON"} & set(sets):
+        return Choice(CHUNKS, "this CPU has neither AVX2 nor NEON")
+    return Choice("compiled recurrence", f"compiled for {', '.join(sets)}")
+
+
 @functools.cache
 def _loops() -> Any:
     """The compiled functions; None where they cannot be had or would be slower than chunks."""
-    try:
-        loops = load("imagegen.attention.linear_loops")
-        from imagegen.core.compiled.compile import target
-    except Exception as error:  # Numba missing, too old, or at odds with another package
-        print(f"linear attention in chunks of PyTorch's operations: {error}", file=sys.stderr)
-        return None
-    return loops if {"AVX2", "NEON"} & set(target().instruction_sets) else None
+    choice = machine_choice()
+    if choice.value != CHUNKS:
+        return load("imagegen.attention.linear_loops")
+    print(f"linear attention {choice}", file=sys.stderr)
+    return None

@@ -22,6 +22,7 @@ def _report() -> Iterator[tuple[str, str]]:
     import torch
 
     import imagegen
+    from imagegen.attention import linear_scan
     from imagegen.core.values import resolve_device
 
     found = describe(torch.device("cpu"))
@@ -33,6 +34,7 @@ def _report() -> Iterator[tuple[str, str]]:
     yield "GPUs", ", ".join(gpus) or ("MPS" if torch.backends.mps.is_available() else "none")
     _, training = training_precision({"precision": AUTO, "accelerator": AUTO, "devices": 1})
     yield "training", str(training)
+    yield "linear attention", str(linear_scan.machine_choice())
     yield "TF32", "off; trainer.precision=tf32 turns it on"
     device = resolve_device(AUTO)
     yield "drawing", f"on {device}; {_drawing(device)}"

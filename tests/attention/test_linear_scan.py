@@ -8,9 +8,11 @@ from torch import Tensor
 
 from imagegen.attention import linear, linear_scan
 from imagegen.attention.linear import LinearAttention, LinearState
-from imagegen.attention.linear_scan import LinearScan, _loops
+from imagegen.attention.linear_scan import CHUNKS, LinearScan, _loops, machine_choice
+from imagegen.core.compiled import compile
 from tests.reference import reference
 
+LOOPS = "imagegen.attention.linear_loops"
 compiled = pytest.mark.skipif(_loops() is None, reason="needs Numba, and AVX2 or NEON")
 
 
@@ -203,10 +205,28 @@ def test_without_compiled_loops_chunks_do(
     try:
         torch.testing.assert_close(attention(x)[0], y, rtol=1e-4, atol=1e-5)
         attention(x)
-        told = "linear attention in chunks of PyTorch's operations: Numba needs NumPy 2.3 or less"
+        told = f"linear attention {CHUNKS}: Numba needs NumPy 2.3 or less"
         assert capsys.readouterr().err.splitlines() == [told]
     finally:
         linear_scan._loops.cache_clear()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("features", "chosen"),
+    [
+        ({}, f"{CHUNKS}: this CPU has neither AVX2 nor NEON"),
+        ({"fma": True}, f"{CHUNKS}: this CPU has neither AVX2 nor NEON"),
+        ({"neon": True}, "compiled recurrence: compiled for NEON"),
+        ({"fma": True, "avx2": True}, "compiled recurrence: compiled for FMA, AVX2"),
+    ],
+)
+def test_the_processor_decides(
+    features: dict[str, bool], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = compile.target()._replace(features=features)
+    monkeypatch.setattr(linear_scan.load(LOOPS), "target", lambda: other)
+    assert str(machine_choice()) == chosen
 
 
 @compiled
