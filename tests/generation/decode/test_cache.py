@@ -15,6 +15,7 @@ from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.generation.decode import cache, compile
 from imagegen.generation.decode.cache import cache_folder, first_use, numba_cache
 from imagegen.generation.decode.compile import target
+from tests.forks import Forks
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def test_numba_is_imported_for_drawing_only(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_without_numba_pytorch_draws(tmp_path: Path) -> None:
+def test_without_numba_pytorch_draws(forks: Forks) -> None:
     script = """
 import sys
 sys.modules["numba"] = None
@@ -217,8 +218,6 @@ decode.SHORTEST = 1
 images = [next(generate(tiny_model(ImageSpec(4, 4, 1, 17)), 2, seed=seed)) for seed in (0, 0)]
 assert np.array_equal(*images)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=PROJECT_ROOT, capture_output=True, text=True
-    )
+    done = forks.run(script)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("drawing without compiled loops") == 1
