@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pkgutil
 import socket
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import jaxtyping
 import pytest
@@ -37,20 +41,22 @@ install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pe
 
 
 class CheckedCalls(type(jaxtyping.config)):  # type: ignore[misc]
-    """Checks the first calls of each test: those after them have the shapes of one of them.
+    """Checks the first calls of each function in each test: those after them are much like them.
 
     A test of hundreds of steps would else spend two thirds of its time on annotations.
     """
 
-    checked = 500
-    left = checked
+    checked = 10
+    calls: ClassVar[Counter[object]] = Counter()
     off = False
 
     @property
     def jaxtyping_disable(self) -> bool:
-        """Read by jaxtyping at each call of an annotated function."""
-        CheckedCalls.left -= 1
-        return self.off or CheckedCalls.left < 0
+        """Read by jaxtyping at each call of an annotated function, in a frame that names it."""
+        # Of a function within a function, there is a new one at each call, but one code.
+        code = getattr(sys._getframe(1).f_locals.get("fn"), "__code__", None)
+        self.calls[code] += 1
+        return self.off or self.calls[code] > self.checked
 
     @jaxtyping_disable.setter
     def jaxtyping_disable(self, off: bool) -> None:
@@ -62,9 +68,15 @@ jaxtyping.config.__class__ = CheckedCalls
 from tests.forks import Forks  # noqa: E402  (behind the hook above)
 
 
+def pytest_collection_finish() -> None:
+    """The collector of garbage passes over what has been imported, instead of reading it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _checked_calls() -> None:
-    CheckedCalls.left = CheckedCalls.checked
+    CheckedCalls.calls.clear()
 
 
 @pytest.fixture(scope="session")
@@ -116,6 +128,14 @@ def _no_closed_logs() -> None:
             handler.stream, "closed", handler.stream is None
         ):
             root.removeHandler(handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """No test cuts the power; a short training would wait as long as it computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no file, too
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

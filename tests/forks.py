@@ -105,9 +105,12 @@ class Forks:
         program: str,
         *argv: str,
         cwd: Path = PROJECT_ROOT,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
     ) -> Fork:
-        """Start the text of a program, `argv` being what is typed behind its name."""
+        """Start the text of a program, `argv` being what is typed behind its name.
+
+        Variables of `env` that are None are unset.
+        """
         if self._parent is None:
             self._parent = subprocess.Popen(
                 [
@@ -121,7 +124,8 @@ class Forks:
             )
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
         asked = {"program": program, "argv": ["command", *argv], "folder": str(folder)}
-        asked |= {"cwd": str(cwd), "env": {**os.environ, **(env or {})}}
+        own = {**os.environ, **(env or {})}
+        asked |= {"cwd": str(cwd), "env": {k: v for k, v in own.items() if v is not None}}
         assert self._parent.stdin is not None
         self._parent.stdin.write(json.dumps(asked) + "\n")
         self._parent.stdin.flush()
@@ -132,7 +136,7 @@ class Forks:
         program: str,
         *argv: str,
         cwd: Path = PROJECT_ROOT,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Start it, and wait until it has ended."""
         return self.start(program, *argv, cwd=cwd, env=env).wait()

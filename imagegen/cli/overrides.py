@@ -6,6 +6,7 @@ that names it and the nearest right names.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import itertools
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from hydra import compose
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -82,9 +84,12 @@ def check_overrides(config_name: str, overrides: Sequence[str], multirun: bool) 
         config = _compose(config_name, chosen)
         for override in settings:
             _check_setting(override, config, config_name)
-        # That of a single run keeps the order typed: the run uses and records it.
-        whole = [*chosen, *fixed] if multirun else overrides
-        configs.append(_compose(config_name, whole) if fixed else config)
+        if fixed and (multirun or any(_is_of_hydra(override) for override in settings)):
+            # That of a single run keeps the order typed: the run uses and records it.
+            config = _compose(config_name, [*chosen, *fixed] if multirun else overrides)
+        elif fixed:
+            _apply(settings, parsed, config)
+        configs.append(config)
     return configs
 
 
@@ -181,8 +186,14 @@ def _known_names(config_name: str) -> list[str]:
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    try:
+    with _refused_overrides(config_name):
         return compose(config_name, overrides=list(overrides), return_hydra_config=True)
+
+
+@contextlib.contextmanager
+def _refused_overrides(config_name: str) -> Iterator[None]:
+    try:
+        yield
     # Hydra refuses some overrides with nothing but a ValueError.
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         text = message(error)
@@ -199,6 +210,28 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
                 f"this sweep needs the package {package}; install it with {how}."
             ) from error
         raise UserError(f"the configuration cannot be composed: {text}") from error
+
+
+def _is_of_hydra(override: Override) -> bool:
+    key = override.key_or_group
+    return key.startswith("hydra.") and key != "hydra.run.dir"
+
+
+def _apply(settings: list[Override], typed: list[Override], config: DictConfig) -> None:
+    """Make of what Hydra composes of the choices what it would compose of all that was typed.
+
+    Composing again would take as long as the first time.
+    """
+    with _refused_overrides(config.hydra.job.config_name):
+        ConfigLoaderImpl._apply_overrides_to_config(settings, config)
+        task = [override for override in typed if not override.is_hydra_override()]
+        config.hydra.overrides.task = [override.input_line for override in task]
+        config.hydra.overrides.hydra = [
+            override.input_line for override in typed if override.is_hydra_override()
+        ]
+        config.hydra.job.override_dirname = get_overrides_dirname(
+            task, **config.hydra.job.config.override_dirname
+        )
 
 
 def _parse(parser: OverridesParser, text: str, config_name: str) -> Override:

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import imagegen
 from imagegen.cli import entry as cli
 from imagegen.cli.messages import sentence_for
+from imagegen.cli.overrides import check_overrides
 from imagegen.core.errors import UserError
 
 CONF = {
@@ -209,6 +211,26 @@ def test_mistakes_in_a_multirun(project: Path, run: Callable[..., Any], argv: st
 )
 def test_accepted(run: Callable[..., Any], argv: list[str]) -> None:
     assert run(*argv) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["seed=3", "dataset=mnist", "hydra.run.dir=place", "++dataset.size=7", "experiment=deep"],
+        ["~experiment", "+trainer.extra={a: [1]}", "note='a, b=c'", "~switch", "place=${seed}"],
+        ["seed=3", "hydra.job.env_copy=[HOME]", "hydra.job.config.override_dirname.kv_sep=_"],
+    ],
+)
+def test_what_is_composed_is_what_hydra_composes(argv: list[str]) -> None:
+    with cli._hydra_ready():
+        (config,) = check_overrides("train", argv, multirun=False)
+        expected = hydra.compose("train", argv, return_hydra_config=True)
+    assert OmegaConf.to_yaml(config) == OmegaConf.to_yaml(expected)
+    for node, like in ((config, expected), (config.hydra, expected.hydra)):
+        assert (OmegaConf.is_struct(node), OmegaConf.is_readonly(node)) == (
+            OmegaConf.is_struct(like),
+            OmegaConf.is_readonly(like),
+        )
 
 
 def test_what_is_no_text_is_refused(project: Path, run: Callable[..., Any]) -> None:

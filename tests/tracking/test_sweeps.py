@@ -17,6 +17,7 @@ import pytest
 
 from imagegen.cli.entry import PROJECT_ROOT
 from tests import slurm
+from tests.forks import Forks
 from tests.helpers import SMALL, run_train
 
 
@@ -62,7 +63,7 @@ def test_two_by_two_side_by_side(tmp_path: Path) -> None:
     assert f"imagegen runs {folder}" in done.stdout
 
 
-def test_runs_of_a_sweep_share_a_group(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_share_a_group(tmp_path: Path, forks: Forks) -> None:
     """In wandb, each run is one of its own, in the sweep's group."""
     script = """
 import sys
@@ -80,13 +81,7 @@ print("groups", groups)
     small = [text for text in SMALL if not text.startswith(("logger", "callbacks"))]
     arguments = ["--multirun", *small, "trainer.max_epochs=1", "callbacks.grids=null", "seed=0,1"]
     arguments.append(f"hydra.sweep.dir={tmp_path / 'day' / 'time'}")
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=PROJECT_ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-    )
+    done = forks.run(script, *arguments, env={"WANDB_SERVICE": None})
     assert done.returncode == 0, done.stderr
     assert "groups ['day time', 'day time']" in done.stdout
     identities = {path.name for path in tmp_path.glob("day/time/*/wandb/offline-run-*")}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from imagegen.core.installation import PROJECT_ROOT
+from tests.forks import TRAIN, Forks
 from tests.helpers import SMALL, Interrupt, run_train
 
 PROFILED = SMALL
@@ -30,13 +28,11 @@ def test_the_report_is_kept_and_shown(
     assert f"{run / 'profile.txt'} begins:\n  FIT Profiler Report\n" in printed
 
 
-def test_the_report_of_pytorch(tmp_path: Path) -> None:
+def test_the_report_of_pytorch(tmp_path: Path, forks: Forks) -> None:
     """In a process of its own: PyTorch 2.14 crashes where the test's process is profiled."""
     run = tmp_path / "run"
     options = [*PROFILED, "+trainer.profiler=pytorch", f"hydra.run.dir={run}"]
-    done = subprocess.run(
-        [sys.executable, PROJECT_ROOT / "train.py", *options], capture_output=True, text=True
-    )
+    done = forks.run(TRAIN, *options)
     assert done.returncode == 0, done.stderr
     # Which operations are in its few rows depends on their times.
     assert "aten::" in (run / "profile.txt").read_text()

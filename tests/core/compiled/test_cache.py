@@ -16,6 +16,7 @@ from imagegen.core.compiled import cache, compile
 from imagegen.core.compiled.cache import cache_folder, first_use, numba_cache
 from imagegen.core.compiled.compile import target
 from imagegen.core.installation import PACKAGE
+from tests.forks import Forks
 
 
 @pytest.fixture
@@ -207,7 +208,7 @@ def test_numba_is_imported_for_drawing_only(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_without_numba_pytorch_draws(tmp_path: Path) -> None:
+def test_without_numba_pytorch_draws(forks: Forks) -> None:
     script = """
 import sys
 sys.modules["numba"] = None
@@ -220,8 +221,6 @@ decode.SHORTEST = 1
 images = [next(generate(tiny_model(ImageSpec(4, 4, 1, 17)), 2, seed=seed)) for seed in (0, 0)]
 assert np.array_equal(*images)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=PROJECT_ROOT, capture_output=True, text=True
-    )
+    done = forks.run(script)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("drawing without compiled loops") == 1
