@@ -12,7 +12,7 @@ INSTALLED_TEST := $(VENV)/installed-test
 
 .DEFAULT_GOAL := help
 CKPT ?= demo/run
-.PHONY: help install demo page test test-slow matrix gpu drawing lint format lock clean
+.PHONY: help install demo page docs test test-slow matrix gpu drawing lint format lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -58,6 +58,11 @@ page: $(INSTALLED) ## open a page that draws with a model: make page CKPT=<check
 	@$(PIP) install --quiet --editable '.[page]' --constraint $(VENV)/constraints-page.txt
 	$(VENV)/bin/imagegen page ckpt="$(CKPT)"
 
+docs: $(INSTALLED) ## build the documentation as a site: build/site/index.html
+	@$(PIP) install --quiet --editable '.[docs]' --constraint constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@echo "Open build/site/index.html, or '$(PY) -m http.server --directory build/site' to search in it."
+
 test: lint ## check everything: linter, formatter, types, tests
 	$(with_data) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
 
@@ -90,7 +95,7 @@ format: $(INSTALLED_TEST) ## format the code and mend what the linter can
 lock: $(INSTALLED_TEST) ## refresh constraints.txt from pyproject.toml (UPGRADE=--upgrade: newest versions)
 	$(PIP) install --quiet uv
 	$(PY) -m uv pip compile --quiet $(UPGRADE) --universal --python-version 3.10 \
-	  --extra test --extra optuna --extra slurm --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
+	  --extra test --extra optuna --extra slurm --extra docs --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
 	  --output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, the demo and caches; trained runs (outputs/) and data stay

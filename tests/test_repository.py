@@ -75,13 +75,8 @@ def test_no_registry_hosts(texts: dict[str, str]) -> None:
     assert matches(texts, REGISTRY_HOST) == []
 
 
-def test_readme_is_short_and_its_links_lead_somewhere(texts: dict[str, str]) -> None:
-    readme = texts["README.md"]
-    assert len(readme.splitlines()) < 250
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)|(?:src|href)=\"([^\"#]+)\"", readme)
-    local = [a or b for a, b in links if "://" not in (a or b)]
-    assert local
-    assert [link for link in local if not (ROOT / link).exists()] == []
+def test_readme_is_short(texts: dict[str, str]) -> None:
+    assert len(texts["README.md"].splitlines()) < 250
 
 
 def test_every_yaml_parses(texts: dict[str, str]) -> None:

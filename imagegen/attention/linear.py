@@ -145,9 +145,10 @@ def _normalized(numerator: Tensor, normalizer: Tensor, eps: float, floor: float 
 
 
 class LinearAttention(CausalAttention[LinearState]):
-    """Multi-head linear attention, y_i = phi(q_i)^T S_i / phi(q_i)^T z_i (eq. 12).
+    """Multi-head linear attention, as sums (eq. 10 to 12) or as a recurrent network (eq. 16 to 20).
 
-    S_i and z_i are the sums of eq. 10 and 11; eq. 16 to 20 are the same as a recurrent network.
+        S_i = S_(i-1) + phi(k_i) v_i^T,   z_i = z_(i-1) + phi(k_i)
+        y_i = phi(q_i)^T S_i / phi(q_i)^T z_i
 
     Args:
         feature_map: one of `feature_maps.FEATURE_MAPS`; `elu` (elu(x) + 1) is the paper's.

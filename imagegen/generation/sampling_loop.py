@@ -157,7 +157,7 @@ def generate(
 
     Raises:
         UserError: for numbers out of their range, and for labels or controls that the model does
-        not have.
+            not have.
     """
     _check("n", n, 1)
     _check("start", start, 0)
