@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,15 @@ def read_run(folder: Path) -> Run:
         state = "running"
     elif state == "running":
         state = "crashed"
-    known = summary.get("best_bits_per_dim")
+    known = _given(summary, "best_bits_per_dim", float)
     return Run(
         folder=folder,
         state=state,
         overrides=_overrides(folder / ".hydra" / "overrides.yaml"),
-        best=known if isinstance(known, float) else best,
-        steps=max(steps, int(summary.get("steps") or 0)),
-        seconds=summary.get("seconds"),
-        parameters=summary.get("parameters"),
+        best=best if known is None else known,
+        steps=max(steps, _given(summary, "steps", int) or 0),
+        seconds=_given(summary, "seconds", float),
+        parameters=_given(summary, "parameters", int),
     )
 
 
@@ -131,6 +131,12 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _given(summary: Mapping[str, Any], name: str, kind: type) -> Any:
+    """An entry; None where it is missing or of another kind."""
+    value = summary.get(name)
+    return value if isinstance(value, kind) else None
 
 
 def _metrics(path: Path) -> tuple[int, float | None]:

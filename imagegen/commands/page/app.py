@@ -41,7 +41,7 @@ CSS = """
 .scrolls table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .scrolls caption { text-align: left; font-weight: 600; padding: 4px 0; }
 .scrolls th, .scrolls td { border: 1px solid #8886; padding: 3px 8px; text-align: left;
-  overflow-wrap: anywhere; min-width: 4em; }
+  max-width: 32em; overflow-wrap: break-word; }
 .grids { display: flex; flex-wrap: wrap; gap: 12px; align-items: flex-start; }
 .grids figure { margin: 0; max-width: 100%; }
 .grids img { width: 320px; max-width: 100%; height: auto; display: block; }

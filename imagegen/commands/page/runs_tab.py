@@ -11,13 +11,13 @@ import gradio as gr
 from imagegen.commands.page.controls import AT_ONCE, answered, status
 from imagegen.commands.page.pictures import data_uri
 from imagegen.commands.page.studio import Studio
-from imagegen.commands.page.watched import Plot, RunsBelow, Watched, first_choice, newest_grids
+from imagegen.commands.page.watched import Plot, RunsBelow, Watched, choose, newest_grids
 from imagegen.core.errors import UserError
 from imagegen.tracking.curves import AGAINST
 from imagegen.tracking.run_options import differences
-from imagegen.tracking.runs_table import COLUMNS, table_of
+from imagegen.tracking.runs_table import COLUMNS, Run, table_of
 
-EVERY = 2.0
+EVERY = 1.0
 """Seconds between two looks at the folder."""
 _LOWER, _BITS = "lower axis", "bits/dim"
 _DOTS = 110  # of the screen, an inch
@@ -46,15 +46,20 @@ def build(studio: Studio) -> None:
     def refresh(
         _: str, names: list[str] | None, kind: str, axes: list[str], wide: float, before: Any
     ) -> Iterator[tuple[Any, ...]]:
-        found = below.now()
+        known, old, keys = before or (None, None, (None,) * len(parts))
+        try:
+            found = below.now()
+        except UserError as error:
+            skipped = (gr.skip(),) * (1 + len(parts))
+            yield *skipped, (known, None, keys), status(str(error), wrong=True)
+            return
         inches = min(10.0, max(3.5, round(2 * (wide or 1000) / _DOTS) / 2))
         plot = Plot(kind, _LOWER in axes, _BITS in axes, inches)
-        known, old, keys = before or (None, None, (None,) * 4)
-        names = choice(found, names or [], known)
-        now = hash((tuple((n, each.stamp, each.run.state) for n, each in found.items()), plot))
-        now = hash((now, tuple(names)))
+        names = choose(found, names or [], known)
+        state = tuple((name, each.run.state, each.stamp) for name, each in found.items())
+        now = hash((state, plot, tuple(names)))
         if now == old:
-            yield (gr.skip(),) * 7
+            yield (gr.skip(),) * len(outputs)
             return
         texts = [
             curves_of(below, names, plot),
@@ -66,26 +71,16 @@ def build(studio: Studio) -> None:
         changed = [
             gr.skip() if a == b else text for text, a, b in zip(texts, new, keys, strict=True)
         ]
-        listed = gr.skip() if known == tuple(found) else gr.update(choices=list(found), value=names)
-        yield listed, *changed, (tuple(found), now, new), sentence(found, below)
+        # Their order changes while they train; whoever is choosing is left alone.
+        there = tuple(sorted(found))
+        listed = gr.skip() if known == there else gr.update(choices=list(found), value=names)
+        yield listed, *changed, (there, now, new), sentence(found, below)
 
     inputs, outputs = [chosen, against, logs, width, seen], [chosen, *parts, seen, said]
     event = {"js": _WIDTH, **AT_ONCE}
     run = answered(refresh, (gr.skip(),) * 6)
     gr.Timer(EVERY).tick(run, inputs, outputs, **event)
     gr.on([chosen.input, against.input, logs.input], run, inputs, outputs, **event)
-
-
-def choice(found: dict[str, Watched], names: list[str], known: tuple[str, ...] | None) -> list[str]:
-    """The runs that are chosen: those of the visitor that are there, and new ones that train.
-
-    Args:
-        known: the runs that there were at the last look; None for the first.
-    """
-    if known is None:
-        return first_choice(found)
-    new = [n for n, each in found.items() if n not in known and each.run.state == "running"]
-    return [*(name for name in names if name in found), *new]
 
 
 def sentence(found: dict[str, Watched], below: RunsBelow) -> str:
@@ -103,17 +98,21 @@ def curves_of(below: RunsBelow, names: list[str], plot: Plot) -> str:
         picture = below.picture(names, plot)
     except UserError as error:
         return status(str(error))
-    best = [f"{name}: {_last(below.now().get(name))}" for name in names]
+    found = below.now()
+    there = {name: found[name] for name in names if name in found}
+    best = [f"{name}: {_last(each.run)}" for name, each in there.items()]
     what = escape(f"bits/dim against {plot.against}; {'; '.join(best)}")
-    return (
-        f'<div class="curves"><img alt="{what}" src="{data_uri(picture, "image/svg+xml")}"></div>'
-    )
+    source = data_uri(picture, "image/svg+xml")
+    lacking = [name for name, each in there.items() if not each.curve.known(plot.against)]
+    rest = ""
+    if lacking:
+        rest = status(f"there is no bits/dim against {plot.against} in {', '.join(lacking)} yet.")
+    return f'<div class="curves"><img alt="{what}" src="{source}"></div>{rest}'
 
 
-def _last(watched: Watched | None) -> str:
-    if watched is None or watched.run.best is None:
-        return "no validation yet"
-    return f"best {watched.run.best:.4f} after {watched.run.steps:,} steps"
+def _last(run: Run) -> str:
+    steps = f"{run.state}, {run.steps:,} steps"
+    return steps if run.best is None else f"{steps}, best {run.best:.4f}"
 
 
 def options_of(found: dict[str, Watched], names: list[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from imagegen.commands.page.controls import NO_CLASS, QUEUE, answered, status, streamed
+from imagegen.commands.page.controls import NO_CLASS, QUEUE, status, streamed
 from imagegen.commands.page.pictures import bars, image_tag, read_upload
 from imagegen.commands.page.studio import Studio
 from imagegen.commands.page.surprises import Looked, Picture, Pixel, Surprises
@@ -22,9 +22,13 @@ it in its row: it shows -log2 of the probability of its values. Point at a pixel
 with the arrow keys.
 """
 _SCRIPT = Path(__file__).with_name("look.js")
+_PLACE = """() => {
+  const { row, column } = document.querySelector("#maps .frame").dataset;
+  return [Number(row), Number(column)];
+}"""
 _STYLE = """
 .looked { display: flex; flex-wrap: wrap; gap: 12px; }
-.looked figure { margin: 0; flex: 1 1 140px; max-width: 300px; }
+.looked figure { margin: 0; width: min(300px, calc(50% - 6px)); }
 .looked img { width: 100%; height: auto; display: block; }
 .frame { position: relative; cursor: crosshair; touch-action: manipulation; }
 .frame:focus-visible { outline: 3px solid #1f5fbf; outline-offset: 2px; }
@@ -60,9 +64,12 @@ def build(studio: Studio) -> None:
 
     def frames(visitor: str, which: Picture | int) -> Iterator[tuple[Any, ...]]:
         yield gr.skip(), gr.skip(), gr.skip(), status("asking the model", 0.0)
-        for looked in surprises.look(visitor, which):
-            pixel = surprises.at(visitor, *looked.first)
-            yield looked.picture.label or NO_CLASS, maps_of(looked), chart(pixel), told_of(looked)
+        looked = surprises.look(visitor, which)
+        if looked is None:
+            yield gr.skip(), gr.skip(), gr.skip(), status("stopped")
+            return
+        pixel = surprises.at(visitor, *looked.first)
+        yield looked.picture.label or NO_CLASS, maps_of(looked), chart(pixel), told_of(looked)
 
     def load(visitor: str, path: str) -> Iterator[tuple[Any, ...]]:
         levels, _ = read_upload(Path(path), studio.spec)
@@ -81,9 +88,6 @@ def build(studio: Studio) -> None:
     def point(visitor: str, row: int, column: int) -> Iterator[tuple[Any, ...]]:
         yield chart(surprises.at(visitor, row, column)), gr.skip()
 
-    def pointed(request: gr.Request, event: gr.EventData) -> tuple[Any, ...]:
-        return answered(point, (gr.skip(),))(request, event.row, event.column)
-
     outputs = [label, maps, expected, said]
     event = {"show_progress": "hidden", **QUEUE}
     kept = (gr.skip(), gr.skip(), gr.skip())
@@ -92,7 +96,10 @@ def build(studio: Studio) -> None:
     label.input(streamed(relabel, kept), label, outputs, **event)
     # Not behind the drawings; one at a time, and of a visitor's the newest.
     glance = {"concurrency_id": "glance", "concurrency_limit": 1, "trigger_mode": "always_last"}
-    maps.select(pointed, None, [expected, said], **{**event, **glance})
+    # Where the pointer is when it is asked, which an event that waited would not know.
+    place = [gr.Number(0, precision=0, visible=False) for _ in range(2)]
+    run = streamed(point, (gr.skip(),))
+    maps.select(run, place, [expected, said], js=_PLACE, **{**event, **glance})
 
 
 def maps_of(looked: Looked) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +104,11 @@ class Surprises:
         self._lock, self._one = threading.Lock(), threading.Lock()
         self._dataset: tuple[weakref.ref[LoadedCheckpoint], ImageDataset] | None = None
 
-    def look(self, visitor: str, which: Picture | int) -> Iterator[Looked]:
+    def look(self, visitor: str, which: Picture | int) -> Looked | None:
         """Ask the model about an image, or about one of its data set's test split.
+
+        Returns:
+            What it says; None where the visitor wants something else by now.
 
         Raises:
             UserError: where there is no such image, or the model cannot say anything of it.
@@ -125,13 +128,14 @@ class Surprises:
             best = likeliest(loaded.model, image, labels)[0]
             return Looked(picture, loaded.model.spec, number, bits[0], best, weakref.ref(loaded))
 
-        for looked in self.studio.run(visitor, work):
+        looked = next(self.studio.run(visitor, work), None)
+        if looked is not None:
             with self._lock:
                 self._looked[visitor] = looked
                 self._looked.move_to_end(visitor)
                 if len(self._looked) > MOST_VISITORS:
                     self._looked.popitem(last=False)
-            yield looked
+        return looked
 
     def shown(self, visitor: str) -> Looked:
         """The image that a visitor looks at.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -22,8 +23,8 @@ from imagegen.tracking.runs_table import (
     sort_runs,
 )
 
-FRESH = 1.0
-"""Seconds for which all visitors are told what one of them had looked up."""
+FRESH = 0.5
+"""Seconds, at least, for which all visitors are told what one of them had looked up."""
 MOST_CURVES = 20
 """In one picture; it has no more colours."""
 FIRST_CURVES = 5
@@ -81,7 +82,7 @@ class RunsBelow:
         self._lock = threading.Lock()
         self._known: dict[Path, Watched] = {}
         self._found: dict[str, Watched] = {}
-        self._asked = -FRESH
+        self._stale = -math.inf
 
     def now(self) -> dict[str, Watched]:
         """The runs by their names, the best first.
@@ -90,14 +91,17 @@ class RunsBelow:
             UserError: where the folder does not exist.
         """
         with self._lock:
-            if time.monotonic() - self._asked >= FRESH:
+            started = time.monotonic()
+            if started >= self._stale:
                 folders = list(run_folders([self.folder]))
                 self._known = {folder: self._watched(folder) for folder in folders}
                 runs = sort_runs((each.run for each in self._known.values()), "best")
                 self._found = {
                     shown_folder(run.folder, [self.folder]): self._known[run.folder] for run in runs
                 }
-                self._asked = time.monotonic()
+                # Where a look takes long, it is taken less often.
+                ended = time.monotonic()
+                self._stale = ended + max(FRESH, 20 * (ended - started))
             return self._found
 
     def picture(self, names: Sequence[str], plot: Plot) -> bytes:
@@ -145,11 +149,22 @@ def stamp_of(folder: Path) -> Stamp:
     return tuple(stamps)
 
 
-def first_choice(found: dict[str, Watched]) -> list[str]:
-    """Runs that are training, and the best of the others."""
+def choose(
+    found: dict[str, Watched], names: Sequence[str], known: Sequence[str] | None
+) -> list[str]:
+    """The runs to show: those of the visitor's choice that are there, and new ones that train.
+
+    Args:
+        names: of the runs chosen so far.
+        known: the runs that there were at the last look; None for the first, when those that train
+            are chosen, and the best of the others.
+    """
     running = [name for name, each in found.items() if each.run.state == "running"]
-    others = [name for name in found if name not in running]
-    return [*running, *others][:FIRST_CURVES]
+    if known is None:
+        return [*running, *(name for name in found if name not in running)][:FIRST_CURVES]
+    return [name for name in names if name in found] + [
+        name for name in running if name not in known and name not in names
+    ]
 
 
 def newest_grids(folder: Path) -> dict[str, tuple[int, Path]]:
