@@ -5,6 +5,7 @@ With IMAGEGEN_SCREENSHOTS=<run folder>, pictures of its page are written to docs
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -90,6 +91,9 @@ def _serve(path: Path, runs: Path, password: str | None = None) -> Iterator[Serv
     page = start(studio, PageOptions(str(path), "127.0.0.1", port, password, "cpu", runs))
     yield served
     page.close(verbose=False)
+    del page
+    # Gradio leaves event loops open, which is complained of where they are collected.
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
