@@ -110,7 +110,8 @@ def test_the_wheel_holds_the_package_and_the_configuration(wheel: Path) -> None:
     held = {name for name in names if ".dist-info/" not in name}
     code = {path.relative_to(ROOT) for path in (ROOT / "imagegen").rglob("*.py")}
     yamls = {Path("imagegen") / path.relative_to(ROOT) for path in (ROOT / "conf").rglob("*.yaml")}
-    others = {Path("imagegen", "py.typed"), Path("imagegen", "commands", "page", "canvas.js")}
+    page = Path("imagegen", "commands", "page")
+    others = {Path("imagegen", "py.typed"), page / "canvas.js", page / "look.js"}
     assert held == {str(path) for path in code | yamls | others}
     assert len(yamls) > 40
     assert "imagegen = imagegen.commands.registry:main" in scripts

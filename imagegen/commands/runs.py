@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable, write_atomic
-from imagegen.core.installation import PROJECT_ROOT, typed
+from imagegen.core.installation import typed
 from imagegen.tracking.curves import (
     AGAINST,
     KINDS,
@@ -22,6 +22,7 @@ from imagegen.tracking.curves import (
 )
 from imagegen.tracking.runs_table import (
     ORDERS,
+    RUNS,
     Run,
     find_runs,
     print_table,
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if arguments is None else arguments
         options = parser.parse_args(list(_as_flags(words)))
-        roots = options.folders or [PROJECT_ROOT / "outputs"]
+        roots = options.folders or [RUNS]
         _check(options)
         runs = sort_runs(find_runs(roots), options.sort)
         if not runs:

@@ -132,6 +132,8 @@ def plot_curves(
     against: str = "steps",
     log: bool = False,
     kind: str = "png",
+    log_bits: bool = False,
+    width: float = 10.0,
 ) -> bytes:
     """Curves over each other: lines of training, smoothed, and points of validations.
 
@@ -141,6 +143,8 @@ def plot_curves(
         against: one of `AGAINST`.
         log: whether that axis is logarithmic.
         kind: one of `KINDS`.
+        log_bits: whether the axis of bits/dim is logarithmic.
+        width: of the picture, in inches.
 
     Returns:
         The bytes of the file.
@@ -151,10 +155,11 @@ def plot_curves(
     check_matplotlib()
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
-    labels = _labels(found)
+    labels = _labels(found, round(_WIDTH * width / 10))
     height = 5.5 + 0.2 * sum(label.count("\n") + 1 for label in labels)
-    figure = Figure(figsize=(10, height), dpi=110, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     axes = figure.subplots()
     colours = colormaps["tab10" if len(found) <= 10 else "tab20"].colors  # type: ignore[attr-defined]
     lines: list[Any] = []
@@ -169,6 +174,11 @@ def plot_curves(
     frame(axes, AGAINST[against], seen)
     if log:
         axes.set_xscale("log")
+    if log_bits:
+        axes.set_yscale("log")
+        # The range is short: without these the axis would hardly have a number.
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
     axes.set_ylabel("bits/dim")
     title = "lines: training, smoothed; points: validation"
     figure.legend(handles=lines, loc="outside lower center", fontsize="small", title=title)
@@ -198,7 +208,7 @@ def check_matplotlib() -> None:
         raise UserError(f"plot needs matplotlib, which is not installed: {how}.") from error
 
 
-def _labels(found: Mapping[str, Curve]) -> list[str]:
+def _labels(found: Mapping[str, Curve], width: int) -> list[str]:
     different = differences([curve.run.folder for curve in found.values()])
     labels = []
     for index, (name, curve) in enumerate(found.items()):
@@ -206,7 +216,7 @@ def _labels(found: Mapping[str, Curve]) -> list[str]:
         running = ["(running)"] if curve.run.state == "running" else []
         # Dollar signs would be read as formulas.
         label = " ".join([name, *options, *running]).replace("$", r"\$")
-        labels.append(fill(label, _WIDTH, max_lines=_LABEL_LINES, placeholder=" …"))
+        labels.append(fill(label, width, max_lines=_LABEL_LINES, placeholder=" …"))
     return labels
 
 

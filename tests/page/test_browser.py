@@ -5,7 +5,9 @@ With IMAGEGEN_SCREENSHOTS=<run folder>, pictures of its page are written to docs
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import shutil
 import socket
 import time
@@ -23,7 +25,13 @@ import pytest
 from imagegen.commands.page.options import PageOptions
 from imagegen.commands.page.studio import Studio
 from imagegen.core.installation import PROJECT_ROOT
+from imagegen.data.digits import Digits
+from imagegen.evaluation.maps import heat, most_bits
+from imagegen.evaluation.surprise import bits_of_pixels, distribution_at
+from imagegen.tracking.metrics_file import MetricsFile
+from imagegen.training.run_folder import claim_run_folder
 from tests.helpers import save_tiny_checkpoint, write_image
+from tests.tracking.test_curves import make as make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = [
@@ -75,20 +83,23 @@ class Served:
     pause: list[float] = field(default_factory=lambda: [0.0])
 
 
-def _serve(path: Path, password: str | None = None) -> Iterator[Served]:
+def _serve(path: Path, runs: Path, password: str | None = None) -> Iterator[Served]:
     from imagegen.commands.page.server import start
 
-    studio, port = Studio(str(path), "cpu"), _free_port()
+    studio, port = Studio(str(path), "cpu", runs), _free_port()
     served = Served(studio, f"http://127.0.0.1:{port}", path)
-    page = start(studio, PageOptions(str(path), "127.0.0.1", port, password, "cpu"))
+    page = start(studio, PageOptions(str(path), "127.0.0.1", port, password, "cpu", runs))
     yield served
     page.close(verbose=False)
+    del page
+    # Gradio leaves event loops open, which is complained of where they are collected.
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = save_tiny_checkpoint(tmp_path_factory.mktemp("run") / "tiny.ckpt", n_classes=10)
-    yield from _serve(path)
+    yield from _serve(path, tmp_path_factory.mktemp("outputs"))
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +136,8 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
     problems: list[str] = []
     contexts = []
 
-    def open_page(url: str, width: int = 1200, height: int = 900) -> Any:
-        context = chromium.new_context(viewport={"width": width, "height": height})
+    def open_page(url: str, width: int = 1200, height: int = 900, **device: Any) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": height}, **device)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(WAIT)
@@ -294,9 +305,146 @@ def test_samples_and_the_state(served: Served, open_page: Callable[..., Any]) ->
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+def _point(page: Any, row: int, column: int, tap: bool = False) -> None:
+    """At a pixel of the map, which is 8 by 8."""
+    box = page.locator("#maps .frame").nth(1).bounding_box()
+    place = (
+        box["x"] + (column + 0.5) / 8 * box["width"],
+        box["y"] + (row + 0.5) / 8 * box["height"],
+    )
+    (page.touchscreen.tap if tap else page.mouse.move)(*place)
+    page.get_by_text(f"row {row + 1}, column {column + 1}:").wait_for()
+
+
+def _probabilities(page: Any) -> list[float]:
+    """Heights of the bars, as shares of their sum."""
+    path = page.locator("#expected .bars").get_attribute("d")
+    bottom = float(re.findall(r"M\S+ ([\d.]+)", path)[0])
+    heights = np.array([bottom - float(y) for y in re.findall(r"V([\d.]+)h", path)])
+    shares: list[float] = (heights / heights.sum()).tolist()
+    return shares
+
+
+def test_the_map_of_an_image_and_the_distribution_of_a_pixel(
+    served: Served, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(served.url)
+    page.get_by_role("tab", name="Surprise").click()
+    page.locator("#show-test").click()
+    page.wait_for_selector("#maps img")
+    split = Digits().split("test")
+    labels, model = split.labels[:1], served.studio.loaded().model
+    bits = bits_of_pixels(model, split.images[:1], labels)[0]
+    page.get_by_text(f"{bits.sum() / 64:.4f} bits/dim, given the class {labels[0]}").wait_for()
+    shown = np.array(page.locator("#maps .pixels").nth(1).evaluate(PIXELS)).reshape(8, 8, 4)
+    assert np.array_equal(shown[..., :3], heat(bits / most_bits(model.spec)))
+    place = "row {}, column {}:".format(*(1 + at for at in np.argwhere(bits == bits.max())[0]))
+    page.get_by_text(place).wait_for()
+    _point(page, 2, 5)
+    page.get_by_text(f"row 3, column 6: {bits[2, 5]:.2f} bits").wait_for()
+    expected = distribution_at(model, split.images[0], 2, 5, label=int(labels[0]))
+    assert np.allclose(_probabilities(page), expected, atol=0.005)
+    # The same from the keyboard, and under another class.
+    page.locator("#maps .frame[tabindex]").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowUp")
+    page.get_by_text(f"row 2, column 7: {bits[1, 6]:.2f} bits").wait_for()
+    page.get_by_label("Class").last.click()
+    page.get_by_role("option", name="none").click()
+    without = bits_of_pixels(model, split.images[:1])[0].sum()
+    page.get_by_text(f"{without / 64:.4f} bits/dim; {without:.1f} bits in all").wait_for()
+
+
+def test_an_image_is_touched_on_a_phone(
+    served: Served, open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    page = open_page(served.url, width=400, has_touch=True, is_mobile=True)
+    page.get_by_role("tab", name="Surprise").click()
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    upload = page.locator("input[type=file]").last
+    upload.set_input_files(broken)
+    page.get_by_text("broken.png cannot be read").wait_for()
+    write_image(tmp_path / "good.png", (20, 20, 3))
+    upload.set_input_files(tmp_path / "good.png")
+    page.get_by_text("good.png: ").wait_for()
+    page.locator("#maps .frame").nth(1).scroll_into_view_if_needed()
+    _point(page, 7, 0, tap=True)
+    _point(page, 0, 7, tap=True)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_two_look_at_images_and_the_checkpoint_vanishes(
+    served: Served, open_page: Callable[..., Any]
+) -> None:
+    pages = open_page(served.url), open_page(served.url)
+    for number, page in enumerate(pages):
+        page.get_by_role("tab", name="Surprise").click()
+        page.get_by_label("Number of a test image").fill(str(number))
+        page.locator("#show-test").click()
+    for number, page in enumerate(pages):
+        page.get_by_text(f"digits/test/{number} ").wait_for()
+        page.wait_for_selector("#expected svg")
+    pages[0].close()
+    page = pages[1]
+    away = served.path.rename(served.path.with_name("away.ckpt"))
+    try:
+        page.locator("#maps .frame").nth(1).hover()
+        page.get_by_text("does not exist").wait_for()
+    finally:
+        away.rename(served.path)
+    _point(page, 0, 0)
+    page.get_by_label("Number of a test image").fill("360")
+    page.locator("#show-test").click()
+    page.get_by_text("test image=360").wait_for()
+    assert not served.studio.turn.locked()
+
+
+def test_runs_are_watched_while_they_train(
+    served: Served, open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    runs = served.studio.runs
+    make_run(runs / "first", lr=0.1)
+    page, other = open_page(served.url), open_page(served.url, width=400)
+    for each in (page, other):
+        each.get_by_role("tab", name="Runs").click()
+        each.locator("#curves img[alt*='first: finished']").wait_for()
+        assert each.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    before = page.locator("#curves img").get_attribute("src")
+    page.get_by_label("images", exact=True).check()
+    page.locator("#curves img[alt*='against images']").wait_for()
+    page.get_by_label("bits/dim", exact=True).check()
+    # Another one begins, and is shown by itself.
+    second = make_run(runs / "second", rows=[], summary={"state": "running"}, lr=0.2)
+    metrics = MetricsFile(second)
+    with claim_run_folder(second, resuming=True):
+        for step in (9, 19):
+            metrics.log_metrics({"train/bits_per_dim": 5 - step / 10}, step)
+            page.locator(f"#curves img[alt*='second: running, {step + 1} steps']").wait_for()
+        with metrics.path.open("a") as file:
+            file.write("29")  # as a row that is being written
+        page.get_by_text("2 runs in").wait_for()
+        page.get_by_text("1 of them running").wait_for()
+        page.get_by_role("cell", name="0.2", exact=True).wait_for()
+        write_image(second / "samples" / "step-0000020-samples.png", (20, 20))
+        page.locator("#grids img[alt='second: samples after 20 steps']").wait_for()
+        assert "running, 20 steps" in page.locator("#curves img").get_attribute("alt")
+    metrics.finalize("success")
+    page.locator("#curves img[alt*='second: crashed']").wait_for()
+    assert page.locator("#curves img").get_attribute("src") != before
+    other.close()
+    # It vanishes, and then all of them do.
+    shutil.rmtree(second)
+    page.get_by_text("1 run in").wait_for()
+    away = runs.rename(tmp_path / "away")
+    page.get_by_text("is not a folder").wait_for()
+    away.rename(runs)
+    page.get_by_text("1 run in").wait_for()
+
+
 def test_a_password_is_asked_for(tmp_path: Path) -> None:
     path = save_tiny_checkpoint(tmp_path / "tiny.ckpt")
-    for served in _serve(path, password="secret"):
+    for served in _serve(path, tmp_path, password="secret"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{served.url}/config")
         for word, expected in (("wrong", 400), ("secret", 200)):
@@ -315,7 +463,8 @@ def test_a_password_is_asked_for(tmp_path: Path) -> None:
 def test_screenshots(open_page: Callable[..., Any], name: str, width: int) -> None:
     folder = PROJECT_ROOT / "docs/images"
     folder.mkdir(parents=True, exist_ok=True)
-    for served in _serve(Path(os.environ["IMAGEGEN_SCREENSHOTS"])):
+    run = Path(os.environ["IMAGEGEN_SCREENSHOTS"])
+    for served in _serve(run, run.parent):
         page = open_page(served.url, width=width, height=760)
         _stroke(page, (0.35, 0.3), (0.45, 0.1), (0.6, 0.15), (0.65, 0.4))
         page.get_by_role("button", name="Keep the top").click()
@@ -330,3 +479,11 @@ def test_screenshots(open_page: Callable[..., Any], name: str, width: int) -> No
         page.locator("#walk").click()
         page.get_by_text("step 64 of 64").wait_for()
         page.screenshot(path=folder / f"page-state-{name}.png", full_page=True)
+        page.get_by_role("tab", name="Surprise").click()
+        page.locator("#show-test").click()
+        page.wait_for_selector("#expected svg")
+        page.screenshot(path=folder / f"page-surprise-{name}.png", full_page=True)
+        page.get_by_role("tab", name="Runs").click()
+        page.wait_for_selector("#curves img")
+        page.wait_for_selector("#grids img")
+        page.screenshot(path=folder / f"page-runs-{name}.png", full_page=True)

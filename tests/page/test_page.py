@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import shutil
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,18 +19,31 @@ import torch
 from PIL import Image
 
 from imagegen.cli.entry import compose
-from imagegen.commands.page import command, pictures, server
+from imagegen.commands.page import command, pictures, server, watched
 from imagegen.commands.page import job as jobs
 from imagegen.commands.page.job import Job
 from imagegen.commands.page.options import PageOptions
 from imagegen.commands.page.studio import Studio, Wish, quoted, sample_command
+from imagegen.commands.page.surprises import Picture, Surprises
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
+from imagegen.data.digits import Digits
 from imagegen.data.regions import read_region
 from imagegen.generation.images import from_display
 from imagegen.generation.sampling_loop import generate
 from imagegen.generation.state_walk import head_matrices, softmax_bytes, walk_state
-from tests.helpers import read_images, run_main, sample, save_tiny_checkpoint, tiny_model
+from imagegen.tracking.metrics_file import MetricsFile
+from imagegen.training.run_folder import claim_run_folder
+from tests.helpers import (
+    read_images,
+    run_main,
+    sample,
+    save_colour_checkpoint,
+    save_tiny_checkpoint,
+    tiny_model,
+    write_image,
+)
+from tests.tracking.test_curves import make as make_run
 
 GREY, COLOUR = ImageSpec(5, 4, 1, 17), ImageSpec(4, 6, 3)
 
@@ -51,6 +66,7 @@ def studio(ckpt: Path) -> Studio:
         (["ckpt=a", "host=192.168.0.7"], "add password="),
         (["ckpt=a", "host=a.example"], "add password="),
         (["ckpt=a", "password=' '"], "password is empty"),
+        (["ckpt=a", "runs=/no/where"], "runs=/no/where is not a folder"),
         (["ckpt=a", "port=0"], "port=0, but it must be a whole number from 1 to 65535"),
     ],
 )
@@ -287,3 +303,141 @@ def test_the_matrices_of_linear_attention_are_its_state() -> None:
     (layer,) = state.layers
     found: Any = layer
     assert torch.equal(head_matrices(layer), found.s[0])
+
+
+def test_a_picture_of_a_distribution() -> None:
+    probabilities = np.array([0.5, 0.125, 0.375])
+    svg = ElementTree.fromstring(pictures.bars(probabilities, 2, 0.5, "a < b"))
+    assert svg.attrib["aria-label"] == "a < b"
+    path = next(each.attrib["d"] for each in svg if each.attrib.get("class") == "bars")
+    bottom = float(re.findall(r"^M\S+ ([\d.]+)", path)[0])
+    heights = [bottom - float(y) for y in re.findall(r"V([\d.]+)h", path)]
+    assert np.allclose(np.array(heights) / heights[0], probabilities / 0.5, atol=0.01)
+    assert [text.text for text in svg.iter("text")] == ["0.5", "0", "0", "1", "2"]
+
+
+def test_surprises_agree_with_the_probabilities_of_a_pixel(studio: Studio) -> None:
+    surprises = Surprises(studio)
+    looked = surprises.look("me", 7)
+    assert looked is not None
+    split = Digits().split("test")
+    assert split.labels is not None
+    assert looked.picture.label == str(split.labels[7])
+    assert looked.picture.name == f"digits/test/7 ({split.labels[7]})"
+    for row, column in (looked.first, (0, 0), (7, 7)):
+        pixel = surprises.at("me", row, column)
+        assert pixel.levels == split.images[7, row, column]
+        (p,) = pixel.probabilities
+        assert p.sum() == pytest.approx(1)
+        assert -np.log2(p[pixel.levels[0]]) == pytest.approx(pixel.bits, rel=1e-3)
+        assert p[looked.best[row, column, 0]] == p.max()
+    assert looked.bits.max() == looked.bits[looked.first]
+    without = surprises.look("me", Picture(looked.picture.levels, "a file"))
+    assert without is not None
+    assert without.bits_per_dim != looked.bits_per_dim
+
+
+def test_channels_are_told_apart(tmp_path: Path) -> None:
+    surprises = Surprises(Studio(str(save_colour_checkpoint(tmp_path)), "cpu"))
+    image = np.random.default_rng(0).integers(0, 256, (4, 6, 3)).astype(np.uint8)
+    surprises.look("me", Picture(image, "a file"))
+    pixel = surprises.at("me", 3, 5)
+    assert pixel.probabilities.shape == (3, 256)
+    bits = -np.log2(pixel.probabilities[range(3), pixel.levels]).sum()
+    assert bits == pytest.approx(pixel.bits, rel=1e-3)
+
+
+def test_what_cannot_be_looked_at_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_checkpoint(tmp_path / "tiny.ckpt")
+    studio = Studio(str(path), "cpu")
+    surprises = Surprises(studio)
+    with pytest.raises(UserError, match="no image is shown"):
+        surprises.at("me", 0, 0)
+    with pytest.raises(UserError, match="test image=360"):
+        surprises.look("me", 360)
+    surprises.look("me", 0)
+    with pytest.raises(UserError, match="row=8"):
+        surprises.at("me", 8, 0)
+    monkeypatch.setattr("imagegen.commands.page.surprises.MOST_VISITORS", 1)
+    surprises.look("you", 1)
+    with pytest.raises(UserError, match="no image is shown"):
+        surprises.at("me", 0, 0)
+    save_tiny_checkpoint(tmp_path / "new.ckpt", seed=1).replace(path)
+    with pytest.raises(UserError, match="checkpoint has changed"):
+        surprises.at("you", 0, 0)
+    path.unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        surprises.at("you", 0, 0)
+    assert not studio.turn.locked()
+
+
+def test_nothing_is_downloaded_for_a_test_image(tmp_path: Path) -> None:
+    mnist = {"_target_": "imagegen.data.mnist.MNIST", "root": str(tmp_path), "download": True}
+    surprises = Surprises(Studio(str(save_tiny_checkpoint(tmp_path / "m.ckpt", mnist)), "cpu"))
+    with pytest.raises(UserError, match="MNIST was not found"):
+        surprises.look("me", 0)
+
+
+def test_runs_are_read_again_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "FRESH", 0.0)
+    make_run(tmp_path / "a")
+    second = make_run(tmp_path / "b", rows=[], summary={"state": "running"})
+    below = watched.RunsBelow(tmp_path)
+    with claim_run_folder(second, resuming=True):
+        found = watched_now(below)
+        assert {name: each.run.state for name, each in found.items()} == {
+            "a": "finished",
+            "b": "running",
+        }
+        assert watched.choose(found, [], None) == ["b", "a"]
+        again = watched_now(below)
+        assert again["a"] is found["a"]
+        assert again["b"] is found["b"]
+        metrics = MetricsFile(second)
+        metrics.log_metrics({"train/bits_per_dim": 3.0}, 9)
+        changed = watched_now(below)
+        assert changed["a"] is found["a"]
+        assert (changed["b"].run.steps, changed["b"].curve.train.bits_per_dim) == (10, [3.0])
+    metrics.finalize("success")
+    assert watched_now(below)["b"].run.state == "crashed"
+    # A choice stays, without what has vanished; what begins to train is added to it.
+    assert watched.choose(found, ["a", "gone"], ["a", "b"]) == ["a"]
+    assert watched.choose(found, ["a"], ["a"]) == ["a", "b"]
+    assert watched.choose(found, [], ["a", "b"]) == []
+    shutil.rmtree(second)
+    assert list(watched_now(below)) == ["a"]
+    below.folder = tmp_path / "none"
+    with pytest.raises(UserError, match="is not a folder"):
+        watched_now(below)
+
+
+def watched_now(below: watched.RunsBelow) -> dict[str, watched.Watched]:
+    """Whatever it has been told a moment ago."""
+    below._stale = 0.0
+    return below.now()
+
+
+def test_curves_of_runs_below_a_folder(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", lr=0.1)
+    make_run(tmp_path / "b", rows=[], lr=0.2)
+    below = watched.RunsBelow(tmp_path)
+    plot = watched.Plot("images", log=True, log_bits=True, width=4.0)
+    svg = below.picture(["a", "b", "gone"], plot)
+    assert b"<svg" in svg
+    assert below.picture(["a"], plot) is svg  # not drawn again
+    for names, said in (([], "no run is chosen"), (["b"], "no run has logged")):
+        with pytest.raises(UserError, match=said):
+            below.picture(names, plot)
+    samples = tmp_path / "a" / "samples"
+    for name in ("step-0000040-samples", "step-0000200-samples", "step-0000040-completions"):
+        write_image(samples / f"{name}.png", (4, 4))
+    newest = watched.newest_grids(tmp_path / "a")
+    assert {kind: (step, path.name) for kind, (step, path) in newest.items()} == {
+        "samples": (200, "step-0000200-samples.png"),
+        "completions": (40, "step-0000040-completions.png"),
+    }
+    assert watched.newest_grids(tmp_path / "b") == {}

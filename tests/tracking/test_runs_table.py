@@ -112,6 +112,17 @@ def test_damaged_files_do_not_matter(tmp_path: Path) -> None:
     assert (found.state, found.best, found.steps, found.overrides) == ("crashed", None, 0, ())
 
 
+def test_a_row_that_is_being_written_does_not_count(tmp_path: Path) -> None:
+    run = _make(tmp_path / "run", None)
+    with (run / "metrics.csv").open("a") as file:
+        file.write("39,2.8,2.")  # of 2.95
+    (found,) = find_runs([tmp_path])
+    assert (found.best, found.steps) == (3.25, 30)
+    (run / "summary.json").write_text('{"state": "failed", "steps": "many", "seconds": []}')
+    (found,) = find_runs([tmp_path])
+    assert (found.state, found.steps, found.seconds) == ("failed", 30, None)
+
+
 def test_what_all_have_in_common_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gradio as gr
 
-from imagegen.commands.page import complete_tab, draw_tab, state_tab
+from imagegen.commands.page import complete_tab, draw_tab, runs_tab, state_tab, surprise_tab
 from imagegen.commands.page.controls import stops
 from imagegen.commands.page.studio import Studio
 
@@ -12,6 +12,8 @@ TABS = {
     "Complete": complete_tab.build,
     "Draw": draw_tab.build,
     "State": state_tab.build,
+    "Surprise": surprise_tab.build,
+    "Runs": runs_tab.build,
 }
 """By title, in their order: functions that are called with the studio inside of the tab."""
 
@@ -28,6 +30,21 @@ CSS = """
 .dark .wrong { color: #ff8a80; }
 .save { display: inline-block; margin-right: 16px; text-decoration: underline; }
 .command { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+.distribution { display: flex; flex-wrap: wrap; gap: 12px; }
+.distribution figure { margin: 0; flex: 1 1 240px; max-width: 420px; }
+.distribution svg { width: 100%; height: auto; font-size: 11px; fill: currentColor; }
+.distribution .bars { fill: var(--channel); }
+.distribution .axis { fill: none; stroke: currentColor; }
+.distribution .mark { fill: none; stroke: currentColor; stroke-dasharray: 3 2; }
+.curves img { width: 100%; height: auto; background: white; }
+.scrolls { overflow-x: auto; }
+.scrolls table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.scrolls caption { text-align: left; font-weight: 600; padding: 4px 0; }
+.scrolls th, .scrolls td { border: 1px solid #8886; padding: 3px 8px; text-align: left;
+  max-width: 32em; overflow-wrap: break-word; }
+.grids { display: flex; flex-wrap: wrap; gap: 12px; align-items: flex-start; }
+.grids figure { margin: 0; max-width: 100%; }
+.grids img { width: 320px; max-width: 100%; height: auto; display: block; }
 progress { width: 100%; }
 """
 
@@ -49,8 +66,10 @@ def build(studio: Studio) -> gr.Blocks:
             f"# imagegen\n`{studio.ckpt}`: images of {spec.height} × {spec.width} pixels, "
             f"{'grey' if spec.channels == 1 else 'colour'}, {spec.levels} levels."
         )
-        for title, fill in TABS.items():
-            with gr.Tab(title):
-                fill(studio)
+        # On narrow screens all of them stay in sight.
+        with gr.Tabs(overflow_behavior="wrap"):
+            for title, fill in TABS.items():
+                with gr.Tab(title):
+                    fill(studio)
         page.unload(stops(studio))
     return page

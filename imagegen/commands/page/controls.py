@@ -86,7 +86,7 @@ def told(frames: Iterator[tuple[Any, ...]], empty: tuple[Any, ...]) -> Iterator[
         yield (*empty, status(str(error), wrong=True))
     except Exception as error:
         traceback.print_exc()
-        said = f"drawing failed ({type(error).__name__}: {first_line(error)})"
+        said = f"that failed ({type(error).__name__}: {first_line(error)})"
         yield (*empty, status(f"{said}; the terminal says more.", wrong=True))
 
 
@@ -100,6 +100,17 @@ def streamed(
         yield from told(frames(str(request.session_hash), *values), empty)
     )
     run.__annotations__["request"] = gr.Request
+    return run
+
+
+def answered(
+    frames: Callable[..., Iterator[tuple[Any, ...]]], empty: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """As `streamed`, of what has a single frame and does not wait in the queue."""
+
+    def run(request: gr.Request, *values: Any) -> tuple[Any, ...]:
+        return next(told(frames(str(request.session_hash), *values), empty))
+
     return run
 
 

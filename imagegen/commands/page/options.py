@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
+from imagegen.tracking.runs_table import RUNS
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class PageOptions:
         port: of the server.
         password: that visitors type; None lets everyone in who can reach the host.
         device: see `imagegen.core.values.resolve_device`.
+        runs: folder whose runs the page shows; the usual one need not exist yet.
     """
 
     ckpt: str
@@ -28,6 +31,7 @@ class PageOptions:
     port: int
     password: str | None
     device: str
+    runs: Path
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> PageOptions:
@@ -46,12 +50,16 @@ class PageOptions:
                 f"host={host} lets other machines open the page; add password=<a word> that "
                 "visitors have to type, or leave host out."
             )
+        runs = RUNS if config["runs"] is None else opt.one_path(config["runs"], "runs")
+        if config["runs"] is not None and not runs.is_dir():
+            raise UserError(f"runs={runs} is not a folder; name one that holds runs.")
         return cls(
             ckpt=opt.checkpoint_path(config["ckpt"]),
             host=host,
             port=opt.whole_number(config["port"], "port", 1, 65535),
             password=password,
             device=str(config["device"]),
+            runs=runs,
         )
 
 

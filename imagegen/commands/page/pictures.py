@@ -138,3 +138,32 @@ def heat(matrix: Float[np.ndarray, "d m"], largest: float) -> UInt8[np.ndarray, 
     towards = np.where(strength < 0, [33, 102, 172], [178, 24, 43])
     colours: np.ndarray = 255 + (towards - 255) * np.abs(strength)
     return colours.round().astype(np.uint8)
+
+
+def bars(probabilities: Float[np.ndarray, " levels"], level: int, highest: float, what: str) -> str:
+    """A picture of a distribution over levels, with a mark at one of them, as SVG in a page.
+
+    Args:
+        highest: probability at the upper end of its axis.
+        what: words for those who cannot see it.
+    """
+    count, (width, height) = len(probabilities), (300, 110)
+    left, top, bar = 40, 14, (300 - 40) / len(probabilities)
+    tops = height + top - height * np.clip(probabilities / highest, 0, 1)
+    path = "".join(f"V{y:.1f}h{bar:.4f}" for y in tops)
+    mark = left + (level + 0.5) * bar
+    bottom = top + height
+    ticks = [f'<text x="{left - 4}" y="{top + 8}" text-anchor="end">{highest:.2g}</text>']
+    ticks += [f'<text x="{left - 4}" y="{bottom}" text-anchor="end">0</text>']
+    anchors = {0: "start", count // 2: "middle", count - 1: "end"}
+    ticks += [
+        f'<text x="{left + (at + 0.5) * bar:.1f}" y="{bottom + 14}" '
+        f'text-anchor="{anchor}">{at}</text>'
+        for at, anchor in anchors.items()
+    ]
+    return (
+        f'<svg viewBox="0 0 {width} {bottom + 18}" role="img" aria-label="{escape(what)}">'
+        f'<path class="bars" d="M{left} {bottom}{path}V{bottom}z"/>'
+        f'<path class="axis" d="M{left} {top}V{bottom}H{width}"/>'
+        f'<path class="mark" d="M{mark:.1f} {bottom}V{top - 4}"/>{"".join(ticks)}</svg>'
+    )

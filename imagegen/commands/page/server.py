@@ -15,7 +15,7 @@ from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 from imagegen.core.installation import pip_install
 
-PACKAGES = "'gradio>=6.31,<7'"
+PACKAGES = "'gradio>=6.31,<7' matplotlib"
 
 # Read when Gradio and the hub's client are imported.
 _NO_TELEMETRY = {
@@ -39,7 +39,7 @@ def run(config: Mapping[str, Any]) -> None:
             f"the page needs Gradio, which is not installed; {pip_install('page', PACKAGES)}"
         )
     _check_free(options.host, options.port)
-    studio = Studio(options.ckpt, options.device)
+    studio = Studio(options.ckpt, options.device, options.runs)
     page = start(studio, options)
     try:
         page.block_thread()

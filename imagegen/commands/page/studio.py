@@ -11,6 +11,7 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from imagegen.core.errors import UserError
 from imagegen.core.installation import typed
 from imagegen.core.values import MAX_SEED, resolve_device, whole_number
 from imagegen.generation.options import controls_of, labels_of
+from imagegen.tracking.runs_table import RUNS
 
 if TYPE_CHECKING:
     from imagegen.checkpoint.reading import LoadedCheckpoint
@@ -93,13 +95,14 @@ class Studio:
     Args:
         ckpt: checkpoint file or run folder; read again when the file has changed.
         device: see `imagegen.core.values.resolve_device`.
+        runs: folder whose runs are shown.
 
     Raises:
         UserError: where there is none, or none that can be read.
     """
 
-    def __init__(self, ckpt: str, device: str = "auto") -> None:
-        self.ckpt = ckpt
+    def __init__(self, ckpt: str, device: str = "auto", runs: Path = RUNS) -> None:
+        self.ckpt, self.runs = ckpt, runs
         self.device = resolve_device(device)
         self.turn = threading.Lock()
         self._jobs: dict[str, Job[Any]] = {}
@@ -146,6 +149,15 @@ class Studio:
         names = loaded.metadata.get("class_names") or self.class_names()
         wished = list(wish.label) or None
         return labels_of(wished, names, loaded.model.n_classes)
+
+    def number_of(self, name: str | None) -> int | None:
+        """The number of one class; None for none.
+
+        Raises:
+            UserError: for a name that is none of the model's.
+        """
+        found = None if name is None else self.labels(Wish(1, label=(name,)))
+        return None if found is None else found[0]
 
     def samples(self, visitor: str, wish: Wish) -> Iterator[Growing]:
         """New images, while they are drawn.
