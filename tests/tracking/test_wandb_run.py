@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,21 +15,16 @@ import numpy as np
 import pytest
 from pytorch_lightning import Callback
 
-from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.tracking.loggers import build_loggers, close_loggers, logger_state
 from imagegen.tracking.wandb_file import last_wandb_step
+from tests.forks import TRAIN, Forks
 from tests.helpers import DRAWING, WANDB, read, read_rows, read_wandb, run_train, wandb_records
 
 LOGGED = [*(text for text in DRAWING if text != "logger=none"), "trainer.log_every_n_steps=1"]
 STEP = "trainer/global_step"
 
 
-def _run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in another process, with a wandb service of its own."""
-    own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=PROJECT_ROOT, capture_output=True, text=True, env=own
-    )
+OWN_SERVICE = {"WANDB_SERVICE": None}
 
 
 class Killed(Callback):
@@ -129,11 +122,12 @@ def _artifacts(records: list[Any]) -> dict[str, Any]:
 
 
 def test_a_killed_run_goes_on_without_gap_or_repeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks
 ) -> None:
     run = tmp_path / "run"
     killed = "+callbacks.killed={_target_:tests.tracking.test_wandb_run.Killed,step:%d}"
-    done = _run_alone("train.py", *LOGGED, killed % 9, f"hydra.run.dir={run}")
+    typed = [*LOGGED, killed % 9, f"hydra.run.dir={run}"]
+    done = forks.run(TRAIN, *typed, env=OWN_SERVICE)
     assert done.returncode == -signal.SIGKILL, done.stderr
     (first,) = _folders(run)
     assert run_train(monkeypatch, f"resume={run}", killed % 99) == 0
@@ -183,7 +177,7 @@ def test_nothing_is_known_of_other_files(tmp_path: Path) -> None:
         assert last_wandb_step(tmp_path, "abc") == -1
 
 
-def test_a_lost_service_does_not_stop_training(tmp_path: Path) -> None:
+def test_a_lost_service_does_not_stop_training(tmp_path: Path, forks: Forks) -> None:
     """wandb's own process dies in the middle of a run."""
     script = """
 import os, pathlib, signal, sys, time
@@ -209,7 +203,7 @@ print("came to its end")
 """
     if not Path("/proc/self/stat").exists():
         pytest.skip("needs /proc, to find wandb's process")
-    done = _run_alone("-c", script, str(tmp_path))
+    done = forks.run(script, str(tmp_path), env=OWN_SERVICE)
     assert done.returncode == 0, done.stderr
     assert "killed" in done.stdout
     assert "came to its end" in done.stdout

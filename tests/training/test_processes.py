@@ -21,6 +21,7 @@ from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.core.errors import UserError
 from imagegen.evaluation.scores import score_images
 from imagegen.training.processes import check_sharding, require_one_folder
+from tests.forks import TRAIN, Forks
 from tests.helpers import DRAWING, read, read_rows, read_weights, run_train, write_image
 
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
@@ -248,20 +249,15 @@ def test_a_process_that_fails_ends_the_others(
     ],
 )
 def test_a_killed_process_ends_the_others_and_the_run_can_go_on(
-    tmp_path: Path, rank: int, status: int, sentence: str
+    tmp_path: Path, forks: Forks, rank: int, status: int, sentence: str
 ) -> None:
     run, spied = tmp_path / "run", tmp_path / "spy"
-    command = [sys.executable, "train.py", *SHARED, *TWO, f"hydra.run.dir={run}", "resume=auto"]
-
-    def start(*options: str) -> subprocess.CompletedProcess[str]:
-        # Ends when all processes have closed what it reads.
-        return subprocess.run(
-            [*command, *options], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=300
-        )
-
-    killed = start(_spy(spied, kill=rank))
-    assert killed.returncode == status, killed.stderr
+    command = [*SHARED, *TWO, f"hydra.run.dir={run}", "resume=auto"]
+    process = forks.start(TRAIN, *command, _spy(spied, kill=rank))
+    process.wait()
     _assert_none_is_left(spied)
+    killed = process.wait()  # with what the others have said since
+    assert killed.returncode == status, killed.stderr
     assert killed.stderr.count("error:") == 1
     assert sentence in killed.stderr
     assert "Traceback" not in killed.stderr
@@ -272,7 +268,7 @@ def test_a_killed_process_ends_the_others_and_the_run_can_go_on(
         assert f"to continue: python train.py resume={run}" in killed.stderr
         assert json.loads((run / "summary.json").read_text())["state"] == "failed"
     else:
-        resumed = start()
+        resumed = forks.run(TRAIN, *command)
         assert resumed.returncode == 0, resumed.stderr
         assert [row["step"] for row in read_rows(run)] == [str(step) for step in range(12)]
 

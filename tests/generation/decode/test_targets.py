@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from imagegen.checkpoint.reading import load_checkpoint
-from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.generation import decode
 from imagegen.generation.sampling_loop import generate
+from tests.forks import SAMPLE, Forks
 from tests.helpers import manifest, read_images, save_tiny_checkpoint
 
 LINEAR, SOFTMAX, DECAYED = (
@@ -33,18 +30,13 @@ on_x86 = pytest.mark.skipif(
 )
 
 
-def _environment(processor: str, features: str) -> dict[str, str]:
-    return {**os.environ, "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features}
+COMPILE = "from tests.generation.decode.compile_for import main; main()"
 
 
-def _run(arguments: list[str], processor: str, features: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=PROJECT_ROOT,
-        env=_environment(processor, features),
-        capture_output=True,
-        text=True,
-    )
+def _run(forks: Forks, program: str, arguments: list[str], processor: str, features: str) -> str:
+    # Numba reads them when it is imported, which the parent of the forks has not done.
+    target = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features}
+    done = forks.run(program, *arguments, env=target)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -84,10 +76,10 @@ def test_compiled_for_another_processor(
     sets: str,
     instructions: str,
     not_these: str,
+    forks: Forks,
 ) -> None:
     """LLVM ends the process where it is given an instruction that the processor lacks."""
-    arguments = ["-m", "tests.generation.decode.compile_for", triple, *kinds]
-    target, code = _run(arguments, processor, features).split("\n", 1)
+    target, code = _run(forks, COMPILE, [triple, *kinds], processor, features).split("\n", 1)
     assert target == " ".join([triple, processor, *sets.split()])
     for instruction in instructions.split():
         assert re.search(instruction, code)
@@ -95,7 +87,7 @@ def test_compiled_for_another_processor(
 
 
 @on_x86
-def test_drawn_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks) -> None:
     ckpt, out = tmp_path / "model.ckpt", tmp_path / "out"
     dataset = {
         "_target_": "imagegen.data.image_folder.ImageFolder",
@@ -104,7 +96,8 @@ def test_drawn_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "channels": 1,
     }
     save_tiny_checkpoint(ckpt, dataset)
-    _run(["sample.py", f"ckpt={ckpt}", f"out={out}", "n=6", "seed=5", "device=cpu"], "nehalem", "")
+    typed = [f"ckpt={ckpt}", f"out={out}", "n=6", "seed=5", "device=cpu"]
+    _run(forks, SAMPLE, typed, "nehalem", "")
     assert manifest(out)["loop"] == "compiled, 32"
     drawn = np.stack(list(read_images(out).values()))
     monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
@@ -120,6 +113,7 @@ import torch
 from imagegen.generation.decode import BITS, parameters_as_drawn
 from imagegen.generation.decode.integer import is_supported
 from imagegen.core.spec import ImageSpec
+from tests.forks import SAMPLE, Forks
 from tests.helpers import tiny_model
 
 assert not is_supported()
@@ -140,6 +134,6 @@ for kind in sys.argv[1:]:
 @on_x86
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", ["nehalem", "x86-64"])
-def test_distributions_without_avx2(processor: str) -> None:
+def test_distributions_without_avx2(processor: str, forks: Forks) -> None:
     """All kinds and precisions: float32 without fused products, whole numbers without AVX2."""
-    _run(["-c", DISTRIBUTIONS, LINEAR, SOFTMAX, DECAYED], processor, "")
+    _run(forks, DISTRIBUTIONS, [LINEAR, SOFTMAX, DECAYED], processor, "")
