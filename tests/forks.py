@@ -99,6 +99,7 @@ class Forks:
     def __init__(self) -> None:
         self._parent: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory()
+        self._started: list[Fork] = []
 
     def start(
         self,
@@ -123,13 +124,16 @@ class Forks:
                 text=True,
             )
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        for name in ("stdout", "stderr"):  # which may be read at once
+            (folder / name).touch()
         asked = {"program": program, "argv": ["command", *argv], "folder": str(folder)}
         own = {**os.environ, **(env or {})}
         asked |= {"cwd": str(cwd), "env": {k: v for k, v in own.items() if v is not None}}
         assert self._parent.stdin is not None
         self._parent.stdin.write(json.dumps(asked) + "\n")
         self._parent.stdin.flush()
-        return Fork(folder)
+        self._started.append(Fork(folder))
+        return self._started[-1]
 
     def run(
         self,
@@ -142,6 +146,10 @@ class Forks:
         return self.start(program, *argv, cwd=cwd, env=env).wait()
 
     def close(self) -> None:
+        """End all: the parent waits for those that a failed test has left."""
+        for fork in self._started:
+            if fork.poll() is None:
+                fork.send_signal(signal.SIGKILL)
         if self._parent is not None:
             self._parent.communicate()
         self._folder.cleanup()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from imagegen.attention.base import DEFAULT_CHUNK, AttentionState, CausalAttention
 from imagegen.attention.feature_maps import build_feature_map
 from imagegen.attention.linear_chunks import LinearChunks
-from imagegen.attention.linear_scan import LinearScan, takes
+from imagegen.attention.linear_scan import SHORTEST, LinearScan, takes
 from imagegen.attention.query_key_norm import QueryKeyNorm
 from imagegen.core.errors import UserError
 
@@ -199,7 +199,7 @@ class LinearAttention(CausalAttention[LinearState]):
         self, x: Float[Tensor, "b n e"], state: LinearState | None = None
     ) -> tuple[Float[Tensor, "b n e"], LinearState]:
         qkv = self.qkv(x)
-        if self.qk_norm is None:
+        if self.qk_norm is None and x.shape[1] >= SHORTEST:
             apart = rearrange(qkv, "b n (three h d) -> b n three h d", three=3, h=self.n_heads)
             if takes(apart, self.feature_map):
                 return self._scanned(apart, state)

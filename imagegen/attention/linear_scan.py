@@ -39,7 +39,6 @@ def takes(qkv: Float[Tensor, "b n three h d"], feature_map: FeatureMap) -> bool:
         type(qkv) is Tensor  # not one of those that stand for others while a model is traced
         and qkv.device.type == "cpu"
         and qkv.dtype in DTYPES
-        and qkv.shape[1] >= SHORTEST
         and qkv.shape[4] % VECTOR == 0
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]

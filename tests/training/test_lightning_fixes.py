@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -19,6 +20,7 @@ FIXES = PACKAGE / "training" / "lightning_fixes.py"
 ROOMS = ("checkpoint", "cli", "commands", "data", "evaluation", "tracking", "training")
 OF_TORCH = {"_foreach_copy_", "_foreach_lerp_", "_last_lr"}
 """Private names of PyTorch."""
+OF_HYDRA = {"_apply_overrides_to_config"}
 OF_OMEGACONF = {"_get_node", "_is_interpolation", "_is_missing", "_is_none"}
 
 
@@ -37,6 +39,7 @@ def test_the_private_names_exist() -> None:
     }
     for thing, needed in names.items():
         assert [name for name in needed if hasattr(thing, name)] == needed, thing
+    assert all(hasattr(ConfigLoaderImpl, name) for name in OF_HYDRA)
     assert ScriptLauncher is _SubprocessScriptLauncher
     every = {name for some in names.values() for name in some}
     assert every == private_names(ast.parse(FIXES.read_text())) - {"_step_supports_amp_scaling"}
@@ -64,7 +67,7 @@ def defined(tree: ast.AST) -> set[str]:
 
 def test_no_other_file_touches_private_names() -> None:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != FIXES}
-    known = {"_exit", *OF_TORCH, *OF_OMEGACONF}.union(*map(defined, trees.values()))
+    known = {"_exit", *OF_TORCH, *OF_HYDRA, *OF_OMEGACONF}.union(*map(defined, trees.values()))
     for path, tree in trees.items():
         if path.relative_to(PACKAGE).parts[0] in ROOMS:
             assert not private_names(tree) - known, path
