@@ -487,3 +487,4 @@ def test_screenshots(open_page: Callable[..., Any], name: str, width: int) -> No
         page.wait_for_selector("#curves img")
         page.wait_for_selector("#grids img")
         page.screenshot(path=folder / f"page-runs-{name}.png", full_page=True)
+        page.close()  # Runs would ask the server that ends.
