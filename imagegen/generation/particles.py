@@ -47,7 +47,7 @@ PARTICLES = 256
 RESAMPLED = 1 / 2
 """Share of the particles; where fewer are effective, they are drawn anew."""
 FEWEST = 1 / 32
-"""Share of the particles below which too few of them have decided about an image."""
+"""Share of the particles below which too few have decided about an image; one is too few, too."""
 _STREAM = 2**64 - 1  # of the random numbers that choose between particles
 
 
@@ -79,7 +79,7 @@ class Report:
     @property
     def collapsed(self) -> bool:
         """Whether these are too few."""
-        return self.left < self.particles * FEWEST
+        return self.particles > 1 and self.left < max(2, self.particles * FEWEST)
 
 
 class SteppedParticles(Particles):

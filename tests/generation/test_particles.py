@@ -150,6 +150,23 @@ def test_the_distribution_given_what_is_kept(
     assert abs(ratios.mean() - 1) < 4 * ratios.std() / np.sqrt(RUNS)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_any_order_draws_from_its_own_conditional(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No particles: what is kept comes first."""
+    monkeypatch.setattr(decode, "SHORTEST", 1 if compiled else 1 << 30)
+    model, visible = toy("grey", order="any"), mask_of("grey")
+    image, drawn, reports = _run(model, visible, seed=5, precision="32")
+    assert not reports
+    every = _every_image(model.spec)
+    fits = (every.numpy() == image)[:, visible].reshape(len(every), -1).all(axis=1)
+    for region, agrees in ((visible, True), (np.zeros_like(visible), False)):
+        shown = torch.from_numpy(region).expand(len(every), 3, 3)
+        exact = log_prob_of_all(model, visible=shown).sum(dim=1)[fits].softmax(dim=0)
+        assert _agrees(drawn, every.numpy()[fits], exact.double().numpy()) == agrees
+
+
 def test_the_evidence_is_right_on_average_with_few_particles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -236,6 +253,8 @@ def test_a_report_knows_whether_the_particles_have_collapsed() -> None:
     assert Report(256, 7.2, 3, 200, 0.0).collapsed
     assert Report(256, 90.0, 3, 5, 0.0).left == 5
     assert not Report(256, 9.0, 3, 12, 0.0).collapsed
+    assert Report(8, 1.0, 3, 1, 0.0).collapsed
+    assert not Report(8, 2.0, 3, 2, 0.0).collapsed
     assert not Report(1, 1.0, 0, 1, 0.0).collapsed
 
 

@@ -134,11 +134,11 @@ def test_a_job_is_stopped_from_outside_and_by_who_leaves(quick: None) -> None:
 
 
 def test_a_job_that_nobody_asks_for_ends(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "PATIENCE", 0.05)
+    monkeypatch.setattr(jobs, "PATIENCE", 1.0)
     job = Job(_counting(None), threading.Lock())
     frames = job.frames()
     next(frames)
-    job._thread.join(10)
+    job._thread.join(60)
     assert not job._thread.is_alive()
 
 
