@@ -84,7 +84,7 @@ def read_visible(
     for source in sources:
         path = Path(source)
         if masks is None:
-            visible, name = read_opaque(path) if path.is_file() else None, f"image {source}"
+            visible, name = read_opaque(path) if path.is_file() else None, f"transparency of image {source}"
         else:
             shape = read_image(path, 1).shape[:2] if path.is_file() else spec.shape[:2]
             mask = masks.of(path)
@@ -107,12 +107,15 @@ def read_mask(path: Path, image: str, height: int, width: int) -> Bool[np.ndarra
     Raises:
         UserError: for a file that cannot be read, or has another size.
     """
-    alpha = read_alpha(path)
-    if alpha is not None and alpha.min() < 128:
-        kept = alpha >= 128
-    else:
-        grey = read_image(path, 1)[..., 0]
-        kept = grey > (127 if grey.max() > 1 else 0)
+    try:
+        alpha = read_alpha(path)
+        if alpha is not None and alpha.min() < 128:
+            kept = alpha >= 128
+        else:
+            grey = read_image(path, 1)[..., 0]
+            kept = grey > (127 if grey.max() > 1 else 0)
+    except UserError as error:
+        raise UserError(str(error).replace("image", "mask", 1)) from error
     if kept.shape != (height, width):
         raise UserError(
             f"mask {path} is {kept.shape[0]}x{kept.shape[1]} pixels (height x width), but image "
