@@ -84,7 +84,8 @@ def read_visible(
     for source in sources:
         path = Path(source)
         if masks is None:
-            visible, name = read_opaque(path) if path.is_file() else None, f"transparency of image {source}"
+            visible = read_opaque(path) if path.is_file() else None
+            name = f"transparency of image {source}"
         else:
             shape = read_image(path, 1).shape[:2] if path.is_file() else spec.shape[:2]
             mask = masks.of(path)
