@@ -182,7 +182,7 @@ def backward(
     dS^T phi(k), with dS and dz summed from the last position on.
 
     Args:
-        s: "b m d", S before the first position, the other way round; changed.
+        s: "b h m d", S before the first position, the other way round; changed.
         z: "b h d", z before the first position; changed.
         ds, ds_turned: "b h d m" and "b h m d", of S after the last position, both ways round;
             changed into that of S before the first one.
