@@ -65,6 +65,8 @@ class CheckedCalls(type(jaxtyping.config)):  # type: ignore[misc]
 
 jaxtyping.config.__class__ = CheckedCalls
 
+pytest.register_assert_rewrite("tests.attention.contract")
+
 from tests.forks import Forks  # noqa: E402  (behind the hook above)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import shutil
 import sys
@@ -20,7 +19,7 @@ from imagegen.attention.base import CausalAttention
 from imagegen.attention.hybrid import HybridAttention
 from imagegen.cli import entry as cli
 from imagegen.core.build import build
-from tests.attention import test_contract as contract
+from tests.attention.contract import Contract, assert_all_close, gradients, inputs
 from tests.helpers import SMALL, read_images, read_rows, run_train, sample
 
 ROOT = Path(__file__).parents[1]
@@ -85,30 +84,14 @@ def test_it_is_short(blocks: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
 def test_it_is_what_its_equations_say(attention: CausalAttention, length: int) -> None:
-    x = contract._input(length).requires_grad_()
+    x = inputs(length).requires_grad_()
     y, expected = attention(x)[0], _reference(attention, x)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-    for got, wanted in zip(
-        contract._gradients(attention, x, y),
-        contract._gradients(attention, x, expected),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
+    assert_all_close(gradients(attention, x, y), gradients(attention, x, expected))
 
 
-def test_it_keeps_the_contract(attention: CausalAttention) -> None:
-    checks = {
-        name: check
-        for name, check in vars(contract).items()
-        if name.startswith("test_") and "attention" in inspect.signature(check).parameters
-    }
-    # This one takes the literal version from tests/reference/; it is here, above.
-    del checks["test_parallel_form_is_the_reference"]
-    assert {"test_steps_are_the_parallel_form", "test_every_split_continues"} < set(checks)
-    # In float32 last, for it leaves the module so.
-    for name in sorted(checks, key=lambda name: "low_precision" in name):
-        takes = inspect.signature(checks[name]).parameters
-        checks[name](**{"attention": attention, **({"length": 65} if "length" in takes else {})})
+class TestContract(Contract):
+    """It keeps that of all mechanisms."""
 
 
 def test_it_trains_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

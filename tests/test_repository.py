@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -73,6 +74,17 @@ def test_no_absolute_paths(texts: dict[str, str]) -> None:
 
 def test_no_registry_hosts(texts: dict[str, str]) -> None:
     assert matches(texts, REGISTRY_HOST) == []
+
+
+def test_no_test_file_is_imported(texts: dict[str, str]) -> None:
+    found = []
+    for name, text in texts.items():
+        for node in ast.walk(ast.parse(text if name.endswith(".py") else "")):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imported = [alias.name for alias in node.names]
+                parts = ".".join([getattr(node, "module", None) or "", *imported]).split(".")
+                found += [f"{name}:{node.lineno}" for part in parts if part.startswith("test_")]
+    assert found == []
 
 
 def test_readme_is_short(texts: dict[str, str]) -> None:

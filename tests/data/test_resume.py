@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from imagegen.core.errors import UserError
 from imagegen.data.datamodule import ImageDataModule
-from tests.data.test_loading import Numbered
+from tests.data.helpers import Numbered
 
 BATCHES = 5  # 23 images in batches of 4
 # The saving callback itself need not be there again.

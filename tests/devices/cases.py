@@ -20,7 +20,7 @@ from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.model.transformer import ImageTransformer
-from tests.attention.test_contract import cases as attentions
+from tests.attention.helpers import cases as attentions
 
 HEADS = sorted((PROJECT_ROOT / "conf" / "head").glob("*.yaml"))
 COLOUR, GREY, SQUARE = ImageSpec(3, 2, 3, 9), ImageSpec(3, 2, 1, 9), ImageSpec(3, 3, 1, 9)

@@ -20,10 +20,9 @@ from imagegen.evaluation.hidden import score_hidden
 from imagegen.evaluation.scores import run, score_images
 from imagegen.generation.drawing import kept_steps
 from imagegen.generation.sampling_loop import generate
-from tests.generation.test_particles import exact_conditional, log_prob_of_all, mask_of, toy
+from tests.generation.helpers import exact_conditional, log_prob_of_all, mask_of, toy
 from tests.helpers import save_tiny_checkpoint, tiny_model
-
-NEIGHBOURHOOD = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
+from tests.model.helpers import NEIGHBOURHOOD
 
 
 @pytest.fixture(scope="module")

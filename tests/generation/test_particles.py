@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,109 +14,19 @@ from imagegen.generation.drawing import Drawing, kept_steps
 from imagegen.generation.particles import Report, draw_particles
 from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
-from imagegen.model.transformer import NO_LABEL, ImageTransformer
+from imagegen.model.transformer import NO_LABEL
+from tests.generation.helpers import (
+    RUNS,
+    agrees_with,
+    complete_in_runs,
+    every_image,
+    exact_conditional,
+    log_prob_of_all,
+    mask_of,
+    toy,
+)
 from tests.helpers import tiny_model
-
-CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
-NEIGHBOURHOOD = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
-TOYS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
-    "grey": (ImageSpec(3, 3, 1, 3), {"head": CATEGORICAL}),
-    "sub-pixels": (ImageSpec(2, 2, 2, 3), {"head": CATEGORICAL}),
-    "pixels": (ImageSpec(2, 2, 2, 3), {"tokens": "pixel"}),
-}
-
-
-def toy(kind: str, **more: Any) -> ImageTransformer:
-    spec, options = TOYS[kind]
-    model = tiny_model(spec, seed=3, **{"embedding": NEIGHBOURHOOD, **options, **more})
-    with torch.no_grad():
-        # Values have to depend on each other more than those of an untrained model do.
-        model.head.projection.weight.mul_(3)
-    return model
-
-
-def _every_image(spec: ImageSpec) -> torch.Tensor:
-    values = list(itertools.product(range(spec.levels), repeat=spec.dims))
-    return torch.tensor(values, dtype=torch.uint8).view(-1, *spec.shape)
-
-
-def exact_conditional(
-    model: ImageTransformer,
-    image: np.ndarray,
-    visible: np.ndarray,
-    weighed: torch.Tensor,
-    drawn: torch.Tensor,
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """The images that keep the visible pixels, their probabilities, and that of the kept values.
-
-    Kept steps count by log-probabilities `weighed`, the others by those `drawn`, both "image n", of
-    every image. The last probability is given the values before the first missing one.
-    """
-    every = _every_image(model.spec).numpy()
-    fits = (every == image)[:, visible].reshape(len(every), -1).all(axis=1)
-    kept = kept_steps(model, visible)
-    logs = torch.where(torch.from_numpy(kept), weighed, drawn)[torch.from_numpy(fits)]
-    joint = logs[:, int(kept.argmin()) :].sum(dim=1).double().exp().numpy()
-    return every[fits], joint / joint.sum(), float(joint.sum())
-
-
-@torch.no_grad()
-def log_prob_of_all(model: ImageTransformer, **options: Any) -> torch.Tensor:
-    return model.log_prob(_every_image(model.spec), **options).sum(dim=-1)
-
-
-def _chi_squared(drawn: np.ndarray, images: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
-    """Hotelling's statistic of completions "run k h w c" and its degrees of freedom.
-
-    Runs are independent, the completions of one are not. Rare images are left out.
-    """
-    runs, per_run = drawn.shape[:2]
-    found = (drawn[:, :, None] == images).reshape(runs, per_run, len(images), -1).all(axis=3)
-    assert found.any(axis=2).all()
-    likely = np.argsort(-exact)[:6]
-    likely = likely[exact[likely] * runs * per_run > 20]
-    assert len(likely) > 2
-    shares = found[:, :, likely].mean(axis=1)
-    distance = shares.mean(axis=0) - exact[likely]
-    # Images that are never drawn would leave it singular.
-    covariance = np.cov(shares.T) / runs + 1e-9 * np.eye(len(likely))
-    return float(distance @ np.linalg.solve(covariance, distance)), len(likely)
-
-
-def _agrees(drawn: np.ndarray, images: np.ndarray, exact: np.ndarray) -> bool:
-    statistic, freedom = _chi_squared(drawn, images, exact)
-    return statistic < freedom + 4 * np.sqrt(2 * freedom)
-
-
-def mask_of(kind: str) -> np.ndarray:
-    """Several runs of missing and of kept pixels, the first of them kept."""
-    hidden = {"grey": [1, 3, 4, 7], "sub-pixels": [1, 3], "pixels": [0, 2]}[kind]
-    spec = TOYS[kind][0]
-    visible = np.ones(spec.height * spec.width, dtype=bool)
-    visible[hidden] = False
-    return visible.reshape(spec.height, spec.width)
-
-
-RUNS, COMPLETIONS = 40, 16
-
-
-def _run(
-    model: ImageTransformer, visible: np.ndarray, **options: Any
-) -> tuple[np.ndarray, np.ndarray, list[Report]]:
-    """An image, and completions of it in independent runs: copies with numbers of their own."""
-    # As likely as those that the model draws.
-    image = next(generate(model, 1, seed=2))[0]
-    reports: list[Report] = []
-    drawn = complete(
-        model,
-        np.repeat(image[None], RUNS, axis=0),
-        np.repeat(visible[None], RUNS, axis=0),
-        COMPLETIONS,
-        particles=128,
-        report=lambda _, report: reports.append(report),
-        **options,
-    )
-    return image, drawn, reports
+from tests.model.helpers import NEIGHBOURHOOD
 
 
 @pytest.mark.parametrize(
@@ -138,14 +45,14 @@ def test_the_distribution_given_what_is_kept(
     monkeypatch.setattr(decode, "SHORTEST", 1 if compiled else 1 << 30)
     monkeypatch.setattr(particles, "RESAMPLED", resampled)
     model, visible = toy(kind), mask_of(kind)
-    image, drawn, reports = _run(model, visible, seed=5, precision="32")
+    image, drawn, reports = complete_in_runs(model, visible, seed=5, precision="32")
     assert (sum(report.resamplings for report in reports) > RUNS / 2) == (resampled > 0.5)
     logs = log_prob_of_all(model)
     possible, exact, evidence = exact_conditional(model, image, visible, logs, logs)
-    assert _agrees(drawn, possible, exact)
+    assert agrees_with(drawn, possible, exact)
     # The model on its own, without regard to the kept pixels, would be told apart.
     _, blind, _ = exact_conditional(model, image, visible, torch.zeros_like(logs), logs)
-    assert not _agrees(drawn, possible, blind)
+    assert not agrees_with(drawn, possible, blind)
     ratios = np.exp([report.log_evidence for report in reports]) / evidence
     assert abs(ratios.mean() - 1) < 4 * ratios.std() / np.sqrt(RUNS)
 
@@ -157,14 +64,14 @@ def test_any_order_draws_from_its_own_conditional(
     """No particles: what is kept comes first."""
     monkeypatch.setattr(decode, "SHORTEST", 1 if compiled else 1 << 30)
     model, visible = toy("grey", order="any"), mask_of("grey")
-    image, drawn, reports = _run(model, visible, seed=5, precision="32")
+    image, drawn, reports = complete_in_runs(model, visible, seed=5, precision="32")
     assert not reports
-    every = _every_image(model.spec)
+    every = every_image(model.spec)
     fits = (every.numpy() == image)[:, visible].reshape(len(every), -1).all(axis=1)
     for region, agrees in ((visible, True), (np.zeros_like(visible), False)):
         shown = torch.from_numpy(region).expand(len(every), 3, 3)
         exact = log_prob_of_all(model, visible=shown).sum(dim=1)[fits].softmax(dim=0)
-        assert _agrees(drawn, every.numpy()[fits], exact.double().numpy()) == agrees
+        assert agrees_with(drawn, every.numpy()[fits], exact.double().numpy()) == agrees
 
 
 def test_the_evidence_is_right_on_average_with_few_particles(
@@ -185,15 +92,15 @@ def test_the_evidence_is_right_on_average_with_few_particles(
 
 def test_controls_change_what_is_drawn_not_what_is_weighed() -> None:
     model, visible = toy("grey"), mask_of("grey")
-    image, drawn, _ = _run(model, visible, controls=Controls(temperature=0.5))
-    sequences = model.raster.to_sequence(_every_image(model.spec))
+    image, drawn, _ = complete_in_runs(model, visible, controls=Controls(temperature=0.5))
+    sequences = model.raster.to_sequence(every_image(model.spec))
     with torch.no_grad():
         logits = model.parameters_of(sequences)
     cooled = model.head.log_prob(logits / 0.5, sequences).sum(dim=-1)
-    assert _agrees(
+    assert agrees_with(
         drawn, *exact_conditional(model, image, visible, log_prob_of_all(model), cooled)[:2]
     )
-    assert not _agrees(drawn, *exact_conditional(model, image, visible, cooled, cooled)[:2])
+    assert not agrees_with(drawn, *exact_conditional(model, image, visible, cooled, cooled)[:2])
 
 
 def test_where_nothing_is_left_to_chance_one_particle_is_all_of_them() -> None:
@@ -218,9 +125,9 @@ def test_guidance_changes_what_is_drawn_not_what_is_weighed() -> None:
     model, visible = toy("grey", n_classes=2), mask_of("grey")
     with torch.no_grad():
         model.label.weight.mul_(8)  # type: ignore[union-attr]
-    every = _every_image(model.spec)
+    every = every_image(model.spec)
     controls = Controls(guidance=2.5)
-    image, drawn, _ = _run(model, visible, labels=[1], controls=controls)
+    image, drawn, _ = complete_in_runs(model, visible, labels=[1], controls=controls)
     sequences = model.raster.to_sequence(every)
     with torch.no_grad():
         with_it, without = (
@@ -230,8 +137,8 @@ def test_guidance_changes_what_is_drawn_not_what_is_weighed() -> None:
     guided = (without + 2.5 * (with_it - without)).log_softmax(-1)
     guided = guided.gather(-1, sequences.long()).squeeze(-1)
     weighed = log_prob_of_all(model, labels=torch.ones(len(every), dtype=torch.int64))
-    assert _agrees(drawn, *exact_conditional(model, image, visible, weighed, guided)[:2])
-    assert not _agrees(drawn, *exact_conditional(model, image, visible, weighed, weighed)[:2])
+    assert agrees_with(drawn, *exact_conditional(model, image, visible, weighed, guided)[:2])
+    assert not agrees_with(drawn, *exact_conditional(model, image, visible, weighed, weighed)[:2])
 
 
 def test_completions_spread_over_the_particles() -> None:

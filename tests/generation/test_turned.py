@@ -22,9 +22,15 @@ from imagegen.generation.turned import orientations_for
 from imagegen.heads.controls import Controls
 from imagegen.model.orientations import WORDS, turn_back
 from imagegen.model.transformer import ImageTransformer
-from tests.generation.test_particles import _agrees, _run, exact_conditional, log_prob_of_all, toy
+from tests.generation.helpers import (
+    agrees_with,
+    complete_in_runs,
+    exact_conditional,
+    log_prob_of_all,
+    toy,
+)
 from tests.helpers import manifest, read, sample, save_tiny_checkpoint, tiny_model
-from tests.model.test_orientations import NEIGHBOURHOOD, by_hand, told
+from tests.model.helpers import NEIGHBOURHOOD, by_hand, of_one_orientation
 
 SPEC = ImageSpec(6, 6, 1, 17)
 REGIONS = ["right:0.5", "left:0.5", "hole:0.4", "bottom:0.5", "top:0.5", "rectangle:[0,1,2,3]"]
@@ -51,7 +57,7 @@ def completed_by_hand(
         turned, mask = (by_hand(torch.from_numpy(part), o).numpy() for part in (images, visible))
         # Only the region of image i is used; the others are kept whole.
         mask[np.arange(len(mask)) != i] = True
-        drawn = complete(told(model, o), turned, mask, completions, **more)[i]
+        drawn = complete(of_one_orientation(model, o), turned, mask, completions, **more)[i]
         found.append(turn_back(torch.from_numpy(drawn), torch.full((completions,), o)).numpy())
     return np.stack(found)
 
@@ -98,7 +104,7 @@ def test_other_models_take_images_as_they_are() -> None:
     assert orientations_for(two, visible).tolist() == [1, 0, 0, 0, 0, 1]
     model = turning()
     drawn = next(generate(model, 3, seed=5))
-    assert np.array_equal(drawn, next(generate(told(model, 0), 3, seed=5)))
+    assert np.array_equal(drawn, next(generate(of_one_orientation(model, 0), 3, seed=5)))
 
 
 def test_particles_follow_the_model_in_the_orientation_that_they_take() -> None:
@@ -107,15 +113,15 @@ def test_particles_follow_the_model_in_the_orientation_that_they_take() -> None:
         model.flip.weight.mul_(4)  # type: ignore[union-attr]
     visible = np.array([[True, False, True], [False, True, True], [False, True, True]])
     assert orientations_for(model, visible[None]).tolist() == [1]
-    image, drawn, reports = _run(model, visible, seed=5)
+    image, drawn, reports = complete_in_runs(model, visible, seed=5)
     assert reports
     mirrored = torch.ones(3**9, dtype=torch.int64)
     logs = log_prob_of_all(model, orientation=mirrored)
     possible, exact, _ = exact_conditional(model, image[:, ::-1], visible[:, ::-1], logs, logs)
-    assert _agrees(drawn[:, :, :, ::-1], possible, exact)
+    assert agrees_with(drawn[:, :, :, ::-1], possible, exact)
     as_it_is = log_prob_of_all(model)
     _, other, _ = exact_conditional(model, image[:, ::-1], visible[:, ::-1], as_it_is, as_it_is)
-    assert not _agrees(drawn[:, :, :, ::-1], possible, other)
+    assert not agrees_with(drawn[:, :, :, ::-1], possible, other)
 
 
 def test_what_is_hidden_is_scored_in_that_orientation() -> None:
@@ -125,7 +131,7 @@ def test_what_is_hidden_is_scored_in_that_orientation() -> None:
     assert list(reports) == IN_PARTICLES
     for i, o in enumerate(BEST):
         turned = (by_hand(torch.from_numpy(part), o).numpy() for part in (images, visible))
-        expected, _ = score_hidden(told(model, o), *turned, 64, 4, labels=labels)
+        expected, _ = score_hidden(of_one_orientation(model, o), *turned, 64, 4, labels=labels)
         assert scores[i] == pytest.approx(expected[i], rel=1e-5)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.model.orientations import (
-    WORDS,
     best_orientation,
     check_orders,
     pixels_of,
@@ -25,27 +22,7 @@ from imagegen.model.orientations import (
 )
 from imagegen.model.transformer import ImageTransformer
 from tests.helpers import save_tiny_checkpoint, tiny_model
-
-NEIGHBOURHOOD = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
-
-LITERAL: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "as it is": lambda image: image,
-    "mirrored left to right": np.fliplr,
-    "mirrored top to bottom": np.flipud,
-    "turned by 180 degrees": lambda image: np.rot90(image, 2),
-    "mirrored along the diagonal from the upper left": lambda image: image.swapaxes(0, 1),
-    "turned by 90 degrees clockwise": lambda image: np.rot90(image, -1),
-    "turned by 90 degrees counterclockwise": np.rot90,
-    "mirrored along the diagonal from the upper right": lambda image: np.rot90(
-        image.swapaxes(0, 1), 2
-    ),
-}
-
-
-def by_hand(images: Tensor, orientation: int) -> Tensor:
-    """All of the images in one orientation, as its name says it."""
-    literal = LITERAL[WORDS[orientation]]
-    return torch.from_numpy(np.stack([literal(image) for image in images.numpy()]))
+from tests.model.helpers import NEIGHBOURHOOD, by_hand, of_one_orientation
 
 
 def test_each_orientation_is_what_its_name_says() -> None:
@@ -100,29 +77,6 @@ def turning_model(spec: ImageSpec, **options: Any) -> ImageTransformer:
     return tiny_model(spec, **chosen).double()
 
 
-def told(model: ImageTransformer, orientation: int) -> ImageTransformer:
-    """A model without orientations that takes every image for one of this.
-
-    What it is told of it lies in its labels, of which it has one where the model has none.
-    """
-    assert model.flip is not None
-    grid = 1 if model.label is None or model.label.areas is None else 2
-    options: dict[str, Any] = {"n_classes": model.n_classes or 1, "label_grid": grid}
-    tokens = "pixel" if model.raster.values_per_step > 1 else "subpixel"
-    plain = tiny_model(model.spec, embedding=NEIGHBOURHOOD, n_layers=2, tokens=tokens, **options)
-    plain = plain.to(model.norm.weight.dtype)
-    own = {name: value for name, value in model.state_dict().items() if name != "flip.weight"}
-    plain.load_state_dict(own, strict=model.label is not None)
-    with torch.no_grad():
-        plain.label.weight += model.flip.weight[orientation]  # type: ignore[union-attr]
-        if model.label is None:
-            plain.label.weight[:] = model.flip.weight[orientation]  # type: ignore[union-attr]
-        if plain.label is not None and plain.label.areas is not None:
-            grids = plain.label.areas.unflatten(1, (2, 2))
-            plain.label.areas[:] = by_hand(grids, orientation).flatten(1, 2)
-    return plain
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", ["pixel", "subpixel"])
 def test_an_image_counts_as_a_plain_model_counts_it_turned_by_hand(tokens: str) -> None:
@@ -135,7 +89,7 @@ def test_an_image_counts_as_a_plain_model_counts_it_turned_by_hand(tokens: str) 
     found = model.log_prob(turn(images, every), labels, every)
     for o in range(8):
         turned, label = by_hand(images[o : o + 1], o), labels[o : o + 1]
-        expected = told(model, o).log_prob(turned, label)
+        expected = of_one_orientation(model, o).log_prob(turned, label)
         torch.testing.assert_close(found[o : o + 1], expected, rtol=1e-10, atol=1e-10)
         if o:
             assert not torch.allclose(found[o : o + 1], model.log_prob(turned, label))

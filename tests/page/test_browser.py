@@ -31,7 +31,7 @@ from imagegen.evaluation.surprise import bits_of_pixels, distribution_at
 from imagegen.tracking.metrics_file import MetricsFile
 from imagegen.training.run_folder import claim_run_folder
 from tests.helpers import save_tiny_checkpoint, write_image
-from tests.tracking.test_curves import make as make_run
+from tests.tracking.helpers import make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = [

@@ -43,7 +43,7 @@ from tests.helpers import (
     tiny_model,
     write_image,
 )
-from tests.tracking.test_curves import make as make_run
+from tests.tracking.helpers import make_run
 
 GREY, COLOUR = ImageSpec(5, 4, 1, 17), ImageSpec(4, 6, 3)
 

@@ -6,59 +6,21 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from imagegen.commands.runs import main
 from imagegen.core.errors import UserError
 from imagegen.tracking.curves import Points, curves, plot_curves
-from imagegen.tracking.metrics_file import MetricsFile
 from imagegen.tracking.metrics_rows import read_rows
 from imagegen.tracking.run_options import differences, images_per_step, options_of
 from imagegen.training.run_folder import claim_run_folder
-
-CONFIG: dict[str, Any] = {
-    "seed": 0,
-    "batch_size": 4,
-    "resume": None,
-    "dataset": {"_target_": "imagegen.data.mnist.MNIST", "root": "/somewhere"},
-    "model": {"order": "raster", "convolution": [2, 2]},
-    "attention": {
-        "_target_": "imagegen.attention.linear.LinearAttention",
-        "feature_map": "elu",
-        "chunk_size": 64,
-    },
-    "optimizer": {"_target_": "torch.optim.SGD"},
-    "trainer": {"devices": 1, "num_nodes": 1, "accumulate_grad_batches": 2},
-    "callbacks": {"best": {"dirpath": "/here/checkpoints"}},
-}
-ROWS = [
-    {"step": 9, "train/bits_per_dim": 3.0, "train/images_per_second": 40.0},
-    {"step": 14, "val/bits_per_dim": 2.5},
-    {"step": 19, "train/bits_per_dim": 2.0, "train/images_per_second": 20.0},
-    {"step": 29, "train/bits_per_dim": 1.0, "train/images_per_second": 80.0},
-    {"step": 29, "val/bits_per_dim": 1.25},
-]
-
-
-def make(
-    folder: Path, rows: list[dict[str, Any]] = ROWS, summary: Any = None, **changed: Any
-) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **changed}, sort_keys=False))
-    (folder / "summary.json").write_text(json.dumps({"state": "finished", **(summary or {})}))
-    metrics = MetricsFile(folder)
-    for row in rows:
-        metrics.log_metrics({k: v for k, v in row.items() if k != "step"}, row["step"])
-    metrics.finalize("success")
-    return folder
+from tests.tracking.helpers import CONFIG, make_run
 
 
 def test_points_of_a_run(tmp_path: Path) -> None:
-    make(tmp_path / "run")
+    make_run(tmp_path / "run")
     (curve,) = curves([tmp_path])
     np.testing.assert_array_equal(curve.train.steps, [10, 20, 30])
     np.testing.assert_array_equal(curve.train.images, [80, 160, 240])
@@ -88,9 +50,9 @@ def test_smoothing_is_a_mean_around_each_point() -> None:
 def test_images_of_a_step(tmp_path: Path) -> None:
     several = {"devices": "auto", "accumulate_grad_batches": 2}
     folders = {
-        8.0: make(tmp_path / "one"),
-        32.0: make(tmp_path / "four", summary={"processes": 4}, trainer=several),
-        math.nan: make(tmp_path / "unknown", trainer=several),
+        8.0: make_run(tmp_path / "one"),
+        32.0: make_run(tmp_path / "four", summary={"processes": 4}, trainer=several),
+        math.nan: make_run(tmp_path / "unknown", trainer=several),
     }
     for expected, folder in folders.items():
         assert images_per_step(folder) == pytest.approx(expected, nan_ok=True)
@@ -101,7 +63,7 @@ def test_images_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run")
+    folder = make_run(tmp_path / "run")
     path = folder / "metrics.csv"
     text = path.read_bytes()
     for cut in range(1, len(text.splitlines(keepends=True)[-1]) + 1):
@@ -115,7 +77,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b"step,loss\r\n", b"\xff\xfe\0", b"a,b\r\n1,2\r\n"])
 def test_runs_without_metrics_have_no_points(tmp_path: Path, content: bytes | None) -> None:
-    path = make(tmp_path / "run") / "metrics.csv"
+    path = make_run(tmp_path / "run") / "metrics.csv"
     path.unlink()
     if content is not None:
         path.write_bytes(content)
@@ -125,7 +87,7 @@ def test_runs_without_metrics_have_no_points(tmp_path: Path, content: bytes | No
 
 
 def test_damaged_numbers_are_left_out(tmp_path: Path) -> None:
-    path = make(tmp_path / "run") / "metrics.csv"
+    path = make_run(tmp_path / "run") / "metrics.csv"
     path.write_text("step,train/bits_per_dim\n9,3.0\n19,x\n29,nan\n39,inf\nz,2.0\n49,2.5\n")
     (curve,) = curves([tmp_path])
     assert curve.train.steps.tolist() == [10, 50]
@@ -138,10 +100,10 @@ def test_differences_are_as_they_are_typed(tmp_path: Path) -> None:
         "callbacks": {"best": {"dirpath": "/there/checkpoints"}},
         "resume": "auto",
     }
-    a = make(tmp_path / "a")
-    b = make(tmp_path / "b", seed=1, model={"order": "raster", "convolution": None}, **places)
-    c = make(tmp_path / "c", attention=softmax)
-    d = make(tmp_path / "d", attention={**CONFIG["attention"], "feature_map": "relu"})
+    a = make_run(tmp_path / "a")
+    b = make_run(tmp_path / "b", seed=1, model={"order": "raster", "convolution": None}, **places)
+    c = make_run(tmp_path / "c", attention=softmax)
+    d = make_run(tmp_path / "d", attention={**CONFIG["attention"], "feature_map": "relu"})
     assert differences([a, a]) == {}
     assert differences([a, b]) == {"seed": ["0", "1"], "model.convolution": ["[2,2]", "null"]}
     assert differences([a, c]) == {"attention": ["linear", "softmax"]}
@@ -155,7 +117,9 @@ def test_differences_are_as_they_are_typed(tmp_path: Path) -> None:
 
 def test_former_names_are_no_difference(tmp_path: Path) -> None:
     names = ("imagegen.muon.Muon", "imagegen.training.muon.Muon")
-    a, b = (make(tmp_path / str(i), optimizer={"_target_": name}) for i, name in enumerate(names))
+    a, b = (
+        make_run(tmp_path / str(i), optimizer={"_target_": name}) for i, name in enumerate(names)
+    )
     assert differences([a, b]) == {}
     assert options_of(a)["optimizer"] == "muon"
 
@@ -164,8 +128,8 @@ def test_former_names_are_no_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log", [False, True])
 def test_what_is_drawn(tmp_path: Path, against: str, log: bool) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra `plot`)")
-    make(tmp_path / "a")
-    make(tmp_path / "b", seed=1)
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", seed=1)
     with claim_run_folder(tmp_path / "b", resuming=True):
         found = curves([tmp_path])
     by_name = {curve.run.folder.name: curve for curve in found}
@@ -179,10 +143,10 @@ def test_what_is_drawn(tmp_path: Path, against: str, log: bool) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra `plot`)")
     runs = tmp_path / "runs"
-    make(runs / "a")
-    make(runs / "b$x_1$", seed=1)
-    make(runs / "empty", rows=[])
-    make(runs / "gpus", trainer={"devices": "auto"})
+    make_run(runs / "a")
+    make_run(runs / "b$x_1$", seed=1)
+    make_run(runs / "empty", rows=[])
+    make_run(runs / "gpus", trainer={"devices": "auto"})
     file = tmp_path / "new" / "curves.png"
     assert main([str(runs), f"plot={file}", "log=true"]) == 0
     printed = capsys.readouterr()
@@ -223,7 +187,7 @@ def test_refusals_leave_nothing(
 ) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra `plot`)")
     monkeypatch.chdir(tmp_path)
-    make(Path("empty"), rows=[])
+    make_run(Path("empty"), rows=[])
     Path("file").touch()
     assert main(words if words[0] in ("nowhere", "empty") else ["empty", *words]) == 1
     error = capsys.readouterr().err
@@ -235,7 +199,7 @@ def test_refusals_leave_nothing(
 def test_without_matplotlib_a_sentence_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(tmp_path / "run")
+    make_run(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([str(tmp_path), f"plot={tmp_path / 'x.png'}"]) == 1
     assert "needs matplotlib, which is not installed: pip install" in capsys.readouterr().err

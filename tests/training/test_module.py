@@ -11,7 +11,7 @@ import torch
 from imagegen.core.spec import ImageSpec
 from imagegen.training.module import ImageModule
 from tests.helpers import tiny_model
-from tests.model.test_orientations import by_hand
+from tests.model.helpers import by_hand
 
 
 @pytest.mark.parametrize(
