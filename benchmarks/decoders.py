@@ -44,7 +44,8 @@ from imagegen.commands.benchmark.tables import ranged, rows  # noqa: E402
 from imagegen.core.machine import describe  # noqa: E402
 from imagegen.core.values import plain  # noqa: E402
 from imagegen.generation.decode import choose_decoder  # noqa: E402
-from imagegen.generation.sampling_loop import no_gradients, noise  # noqa: E402
+from imagegen.generation.random_numbers import noise  # noqa: E402
+from imagegen.generation.sampling_request import no_gradients  # noqa: E402
 from imagegen.heads.controls import Controls  # noqa: E402
 from imagegen.model.transformer import ImageTransformer  # noqa: E402
 

@@ -369,7 +369,8 @@ def mechanisms(device: str) -> bool:
 
     from imagegen.core.spec import ImageSpec
     from imagegen.generation.decode.graph import GraphDecoder, why_not
-    from imagegen.generation.sampling_loop import Drawing, draw_images
+    from imagegen.generation.sampling_loop import draw_images
+    from imagegen.generation.sampling_request import SamplingRequest
     from imagegen.heads.controls import Controls
     from imagegen.model.transformer import ImageTransformer
 
@@ -400,8 +401,8 @@ def mechanisms(device: str) -> bool:
             raise ValueError("a gradient is not a number")
 
         def drawn(decoder: GraphDecoder | None) -> np.ndarray:
-            drawing = Drawing(0, Controls(), None, None, decoder)
-            return np.concatenate(list(draw_images(model, range(16), drawing)))
+            request = SamplingRequest(0, Controls(), None, None, decoder)
+            return np.concatenate(list(draw_images(model, range(16), request)))
 
         steps, reason = drawn(None), why_not(model)
         if reason is not None:

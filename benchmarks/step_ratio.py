@@ -25,7 +25,8 @@ from omegaconf import OmegaConf  # noqa: E402
 from imagegen.cli.entry import compose  # noqa: E402
 from imagegen.core.spec import ImageSpec  # noqa: E402
 from imagegen.generation.decode import choose_decoder  # noqa: E402
-from imagegen.generation.sampling_loop import Drawing, continue_sequences, no_gradients  # noqa: E402
+from imagegen.generation.sampling_loop import continue_sequences  # noqa: E402
+from imagegen.generation.sampling_request import SamplingRequest, no_gradients  # noqa: E402
 from imagegen.heads.controls import Controls  # noqa: E402
 from imagegen.model.transformer import ImageTransformer  # noqa: E402
 
@@ -63,11 +64,11 @@ def times(
     spent: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(repeats + 1):
         for name, decoder in loops.items():
-            drawing = Drawing(0, Controls(), None, None, decoder)
+            request = SamplingRequest(0, Controls(), None, None, decoder)
             with no_gradients(model):
                 parameters, state = model.prefill(torch.from_numpy(prefix.astype(np.uint8)))
                 started = time.perf_counter()
-                continue_sequences(model, parameters, state, streams, drawing)
+                continue_sequences(model, parameters, state, streams, request)
                 if turn:  # the first one warms up
                     spent[name].append(time.perf_counter() - started)
     return spent

@@ -25,7 +25,7 @@ SAMPLE = "from imagegen.commands.sample import main; main()"
 _PARENT = """
 import json, os, sys
 import scipy.special, sklearn.datasets
-import imagegen.commands.sample, imagegen.generation.job, imagegen.training.training_run, train
+import imagegen.commands.sample, imagegen.generation.job, imagegen.training.run, train
 from imagegen.cli.entry import compose
 
 compose("train")  # Hydra looks for its plugins once.

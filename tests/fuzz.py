@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from imagegen.cli.entry import compose
-from imagegen.core.overrides import quote
+from imagegen.core.override_syntax import quote
 
 SECONDS = 4
 """A command that does what it was asked to for longer is interrupted, as a user would."""

@@ -266,7 +266,7 @@ def _check_command(
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise UserError(f"--config-dir {args.config_dir}: there is no such folder.")
 
-    from imagegen.cli.overrides import check_overrides, check_values, refuse_without_effect
+    from imagegen.cli.override_checks import check_overrides, check_values, refuse_without_effect
     from imagegen.core.files import ensure_writable
 
     file, module = utils.detect_calling_file_or_module_from_task_function(main)

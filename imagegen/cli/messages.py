@@ -89,7 +89,7 @@ def _config_sentence(error: BaseException) -> str | None:
     """A sentence for what Hydra refuses, and for options that a class refuses when it is built."""
     from hydra.errors import HydraException, InstantiationException
 
-    from imagegen.cli.overrides import message
+    from imagegen.cli.override_checks import message
 
     if isinstance(error, InstantiationException):
         cause = error.__cause__

@@ -14,7 +14,7 @@ from typing import Any
 
 from imagegen.core.errors import UserError
 from imagegen.core.installation import PROJECT_ROOT
-from imagegen.core.overrides import parse_override, quote
+from imagegen.core.override_syntax import parse_override, quote
 from imagegen.training.run_folder import AUTO, LAST, run_folder_of
 
 # Classes of ours, and those that choose how to optimize and what to watch.

@@ -24,7 +24,7 @@ def rewrite(argv: list[str]) -> list[str]:
 def main(config: DictConfig) -> float | None:
     """Train into the run folder; a sweep looks for the lowest validation bits/dim."""
     try:
-        from imagegen.training.training_run import train
+        from imagegen.training.run import train
     except KeyboardInterrupt:
         # Importing takes seconds. PyTorch would log what it has in its caches.
         logging.disable()

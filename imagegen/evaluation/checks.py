@@ -26,8 +26,9 @@ from imagegen.attention.linear import LinearAttention
 from imagegen.core.errors import UserError, first_line
 from imagegen.core.float64 import float64_device, to_float64
 from imagegen.core.inference import inference
-from imagegen.generation.drawing import ROW_GROUP, uniforms
+from imagegen.generation.random_numbers import uniforms
 from imagegen.generation.sampling_loop import generate
+from imagegen.generation.sampling_request import ROW_GROUP
 from imagegen.model.transformer import ImageTransformer, ModelState
 
 WEIGHTS = "weights are finite"

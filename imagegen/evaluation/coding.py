@@ -20,7 +20,7 @@ from imagegen.core.errors import UserError
 from imagegen.core.float64 import to_float64
 from imagegen.core.inference import inference
 from imagegen.core.installation import pip_install
-from imagegen.generation.drawing import ROW_GROUP
+from imagegen.generation.sampling_request import ROW_GROUP
 from imagegen.generation.watching import Progress
 from imagegen.model.transformer import ImageTransformer
 

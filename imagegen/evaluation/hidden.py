@@ -23,8 +23,13 @@ from jaxtyping import Bool, Float64, Int64, UInt8
 from imagegen.core.inference import inference
 from imagegen.core.progress import image_progress
 from imagegen.data.regions import Region
-from imagegen.generation.drawing import Drawing, first_pixels, kept_steps, knows_any_order
 from imagegen.generation.particles import Report, draw_particles
+from imagegen.generation.sampling_request import (
+    SamplingRequest,
+    first_pixels,
+    kept_steps,
+    knows_any_order,
+)
 from imagegen.generation.turned import Turned, needs_particles, particles_for
 from imagegen.model.transformer import ImageTransformer
 
@@ -46,10 +51,10 @@ def score_region(
     height, width = model.spec.height, model.spec.width
     visible = np.stack([region.visible(height, width, 0, i) for i in range(len(images))])
     count = particles_for(model, visible, particles)
-    drawing = None if count is None else _drawing(model, labels)
+    request = None if count is None else _request(model, labels)
     with image_progress("evaluating", len(images)) as advance:
         scores, reports = score_hidden(
-            model, images, visible, count or 1, batch_size, advance, labels, drawing
+            model, images, visible, count or 1, batch_size, advance, labels, request
         )
     few = sum(report.collapsed for report in reports.values())
     return scores, {
@@ -57,7 +62,7 @@ def score_region(
         "kept": float(visible.mean()),
         "particles": count,
         "few_particles": few,
-        "loop": None if drawing is None else drawing.loop,
+        "loop": None if request is None else request.loop,
     }
 
 
@@ -79,7 +84,7 @@ def score_hidden(
     batch_size: int,
     progress: Callable[[float], None] | None = None,
     labels: Int64[np.ndarray, " n"] | None = None,
-    drawing: Drawing | None = None,
+    request: SamplingRequest | None = None,
 ) -> tuple[Float64[np.ndarray, " n"], dict[int, Report]]:
     """Bits per hidden value of each image, and what became of its particles where it needs them.
 
@@ -87,15 +92,15 @@ def score_hidden(
         model, images, batch_size, progress, labels: as in `score_images`.
         visible: the pixels that are kept; at least one of each image is hidden.
         particles: of each image that needs them.
-        drawing: how they are drawn; by default, as images of seed 0 of these labels are.
+        request: how they are drawn; by default, as images of seed 0 of these labels are.
     """
     if knows_any_order(model):
         return _by_its_own_order(model, images, visible, batch_size, progress, labels), {}
     turned = Turned.of(model, images, visible)
     kept = np.stack([kept_steps(model, each) for each in turned.visible])
     needing = [needs_particles(model, each) for each in kept]
-    if drawing is None and any(needing):
-        drawing = _drawing(model, labels)
+    if request is None and any(needing):
+        request = _request(model, labels)
     nats = np.empty(len(images))
     reports: dict[int, Report] = {}
     for first in range(0, len(images), batch_size):
@@ -107,8 +112,8 @@ def score_hidden(
             # The kept steps that come before all others cancel.
             nats[i] = -log_prob[i - first, kept[i].argmin() :].sum()
             if needing[i]:
-                assert drawing is not None
-                told = (drawing, particles, int(turned.orientation[i]))
+                assert request is not None
+                told = (request, particles, int(turned.orientation[i]))
                 reports[i] = draw_particles(model, image, kept[i], i, [0], *told)[1]
                 nats[i] += reports[i].log_evidence
             if progress is not None:
@@ -116,8 +121,8 @@ def score_hidden(
     return nats / _hidden_values(model, visible) / math.log(2), reports
 
 
-def _drawing(model: ImageTransformer, labels: Int64[np.ndarray, " n"] | None) -> Drawing:
-    return Drawing.of(model, 0, None, None if labels is None else labels.tolist(), None)
+def _request(model: ImageTransformer, labels: Int64[np.ndarray, " n"] | None) -> SamplingRequest:
+    return SamplingRequest.of(model, 0, None, None if labels is None else labels.tolist(), None)
 
 
 def _log_prob(

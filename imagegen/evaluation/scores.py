@@ -22,7 +22,7 @@ from imagegen.core.errors import UserError
 from imagegen.core.files import staged_folder, write_atomic
 from imagegen.core.machine import describe
 from imagegen.core.progress import image_progress
-from imagegen.evaluation.options import ScoreOptions
+from imagegen.evaluation.score_options import ScoreOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

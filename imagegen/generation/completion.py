@@ -17,16 +17,16 @@ from imagegen.data.masks import Masks, read_visible
 from imagegen.data.regions import Region, describe
 from imagegen.generation.images import from_display, grid_limit, make_completion_grid, to_display
 from imagegen.generation.job_folder import JobFolder
-from imagegen.generation.options import SampleOptions
+from imagegen.generation.sample_options import SampleOptions
 
 if TYPE_CHECKING:
     from imagegen.checkpoint.reading import LoadedCheckpoint
     from imagegen.core.spec import ImageSpec
-    from imagegen.generation.drawing import Drawing
     from imagegen.generation.particles import Report
+    from imagegen.generation.sampling_request import SamplingRequest
     from imagegen.model.transformer import ImageTransformer
 else:  # Annotations are checked in tests; these are imported late.
-    Drawing = LoadedCheckpoint = ImageTransformer = ImageSpec = Report = Any
+    SamplingRequest = LoadedCheckpoint = ImageTransformer = ImageSpec = Report = Any
 
 DEFAULT_IMAGES = 8
 DEFAULT_REGION = Region("top", (0.5,), "0.5")
@@ -115,14 +115,14 @@ class Completions:
         self,
         model: ImageTransformer,
         options: SampleOptions,
-        drawing: Drawing,
+        request: SamplingRequest,
         partial: Partial,
     ) -> None:
         from imagegen.generation.turned import orientations_for, particles_for
 
         self.model = model
         self.options = options
-        self.drawing = drawing
+        self.request = request
         self.partial = partial
         self.n = len(partial.images)
         count = particles_for(model, partial.visible, options.particles)
@@ -181,7 +181,7 @@ class Completions:
             self.partial.images,
             self.partial.visible,
             chosen,
-            drawing=replace(self.drawing, progress=progress),
+            request=replace(self.request, progress=progress),
             batch_size=self.options.batch_size,
             report=self.reports.__setitem__,
             **self.particles,

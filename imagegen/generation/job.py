@@ -25,15 +25,15 @@ from imagegen.data.convert import read_image
 from imagegen.generation.completion import Completions, read_partial
 from imagegen.generation.images import grid_limit, make_grid, to_display, with_captions
 from imagegen.generation.job_folder import FINISHED, JobFolder, check_out, job_folder
-from imagegen.generation.options import SampleOptions, labels_of
+from imagegen.generation.sample_options import SampleOptions, labels_of
 
 if TYPE_CHECKING:
     import torch
 
-    from imagegen.generation.drawing import Drawing
+    from imagegen.generation.sampling_request import SamplingRequest
     from imagegen.model.transformer import ImageTransformer
 else:  # Annotations are checked in tests; these are imported late.
-    Drawing = ImageTransformer = torch = Any
+    SamplingRequest = ImageTransformer = torch = Any
 
 DEFAULT_IMAGES = 64
 MAX_COLUMNS = 32  # labels side by side in a grid
@@ -101,11 +101,11 @@ def run(config: Mapping[str, Any]) -> Path:
     work: Work
     if options.task == "complete":
         partial = read_partial(source.loaded, options)
-        drawing = _drawing(model, options, labels)
-        work = Completions(model, options, drawing, partial)
+        request = _request(model, options, labels)
+        work = Completions(model, options, request, partial)
     else:
-        drawing = _drawing(model, options, labels)
-        work = Samples(model, options, drawing, names)
+        request = _request(model, options, labels)
+        work = Samples(model, options, request, names)
     settings = {
         "task": options.task,
         **source.to_dict(),
@@ -118,23 +118,23 @@ def run(config: Mapping[str, Any]) -> Path:
         "image_shape": list(model.spec.shape),
         "levels": model.spec.levels,
         "device": device.type,
-        "loop": drawing.loop,
+        "loop": request.loop,
         "machine": describe(device),
         **versions(),
     }
     shared = options.part is not None
     with job_folder(options.out, settings, options.resume, shared) as folder:
-        _fill(work, folder, options, _how(drawing, device))
+        _fill(work, folder, options, _how(request, device))
     return options.out
 
 
-def _how(drawing: Drawing, device: torch.device) -> str:
+def _how(request: SamplingRequest, device: torch.device) -> str:
     """What draws, and why on this machine; why no faster loop does has been said before."""
     from imagegen.generation.decode import machine_choice
 
-    if drawing.decoder is None:
+    if request.decoder is None:
         return f"drawing on {device} with PyTorch's operations"
-    return f"drawing on {device}, {drawing.loop} ({machine_choice(device).reason})"
+    return f"drawing on {device}, {request.loop} ({machine_choice(device).reason})"
 
 
 def _fill(work: Work, folder: JobFolder, options: SampleOptions, how: str) -> None:
@@ -198,12 +198,12 @@ class Samples:
         self,
         model: ImageTransformer,
         options: SampleOptions,
-        drawing: Drawing,
+        request: SamplingRequest,
         class_names: Sequence[str] | None,
     ) -> None:
         self.model = model
         self.options = options
-        self.drawing = drawing
+        self.request = request
         self.class_names = class_names
         self.n = options.n or DEFAULT_IMAGES
 
@@ -225,7 +225,7 @@ class Samples:
         for batch in draw_images(
             self.model,
             chosen,
-            drawing=replace(self.drawing, progress=progress),
+            request=replace(self.request, progress=progress),
             batch_size=self.options.batch_size,
         ):
             yield list(islice(waiting, len(batch))), to_display(batch, self.model.spec.levels)
@@ -234,7 +234,7 @@ class Samples:
         spec = self.model.spec
         limit = min(self.n, grid_limit(spec.height, spec.width))
         images = np.stack([read_image(folder / _name(i), spec.channels) for i in range(limit)])
-        return labelled_grid(images, self.drawing.labels, self.class_names), {"images": limit}
+        return labelled_grid(images, self.request.labels, self.class_names), {"images": limit}
 
     def said(self, drawn: int, images: int) -> str:
         return f"{drawn} images"
@@ -262,12 +262,14 @@ def _default_batch() -> int:
     return DEFAULT_BATCH
 
 
-def _drawing(
+def _request(
     model: ImageTransformer, options: SampleOptions, labels: Sequence[int] | None
-) -> Drawing:
-    from imagegen.generation.drawing import Drawing
+) -> SamplingRequest:
+    from imagegen.generation.sampling_request import SamplingRequest
 
-    return Drawing.of(model, options.seed, options.controls, labels, None, options.precision)
+    return SamplingRequest.of(
+        model, options.seed, options.controls, labels, None, options.precision
+    )
 
 
 def labelled_grid(

@@ -33,12 +33,11 @@ from torch import Tensor
 from imagegen.core.errors import UserError
 from imagegen.core.float64 import float64_device
 from imagegen.generation.decode import Particles
-from imagegen.generation.drawing import (
-    Drawing,
+from imagegen.generation.random_numbers import noise, uniforms
+from imagegen.generation.sampling_request import (
+    SamplingRequest,
     initial_state,
     no_gradients,
-    noise,
-    uniforms,
 )
 from imagegen.model.state import ModelState
 from imagegen.model.transformer import ImageTransformer
@@ -91,7 +90,7 @@ class SteppedParticles(Particles):
         parameters: the distribution of the first step.
         sequence: see `Particles`.
         numbers: uniform numbers of the steps from the first one on.
-        drawing: how to draw.
+        request: how to draw.
     """
 
     def __init__(
@@ -101,10 +100,10 @@ class SteppedParticles(Particles):
         parameters: Float[Tensor, "rows p"],
         sequence: UInt8[np.ndarray, "b n s"],
         numbers: Float64[np.ndarray, "b m u"],
-        drawing: Drawing,
+        request: SamplingRequest,
     ) -> None:
         self.model, self.state, self.parameters = model, state, parameters
-        self.sequence, self.drawing = sequence, drawing
+        self.sequence, self.request = sequence, request
         self.first = state.position - 1
         self.numbers = torch.from_numpy(numbers).to(float64_device(model.device))
 
@@ -112,7 +111,7 @@ class SteppedParticles(Particles):
         for step in range(start, stop):
             self._go_to(step)
             numbers = self.numbers[:, step - self.first]
-            levels = self.model.head.draw_levels(self.parameters, numbers, self.drawing.controls)
+            levels = self.model.head.draw_levels(self.parameters, numbers, self.request.controls)
             self.sequence[:, step] = levels.cpu().numpy()
 
     def score(self, start: int, stop: int) -> Float64[np.ndarray, " b"]:
@@ -126,14 +125,14 @@ class SteppedParticles(Particles):
 
     def select(self, rows: Int64[np.ndarray, " b"]) -> None:
         self.sequence[:] = self.sequence[rows]
-        copies = [rows + len(rows) * copy for copy in range(self.drawing.copies)]
+        copies = [rows + len(rows) * copy for copy in range(self.request.copies)]
         index = torch.from_numpy(np.concatenate(copies)).to(self.model.device)
         self.state = self.state.select(index)
 
     def _go_to(self, step: int) -> None:
         """Find the distribution of a step, whose predecessor's was found last."""
         if step > self.first:
-            values = self._values(step - 1).repeat(self.drawing.copies, 1)
+            values = self._values(step - 1).repeat(self.request.copies, 1)
             self.parameters, self.state = self.model.step(values, self.state)
 
     def _values(self, step: int) -> UInt8[Tensor, "b s"]:
@@ -146,7 +145,7 @@ def draw_particles(
     kept: Bool[np.ndarray, " n"],
     index: int,
     forks: Sequence[int],
-    drawing: Drawing,
+    request: SamplingRequest,
     particles: int,
     orientation: int = 0,
 ) -> tuple[UInt8[np.ndarray, "k h w c"], Report]:
@@ -161,11 +160,11 @@ def draw_particles(
         particles: how many; a single one where nothing is left to chance.
         orientation: of the image.
     """
-    count = 1 if drawing.controls.greedy else particles
+    count = 1 if request.controls.greedy else particles
     with no_gradients(model):
-        cloud = _begin(model, image, kept, index, drawing, count, orientation)
-        chance = uniforms(drawing.seed, index, _STREAM, len(kept) + 1)
-        log_weights, report = _go_through(model, cloud, kept, chance, len(forks), drawing)
+        cloud = _begin(model, image, kept, index, request, count, orientation)
+        chance = uniforms(request.seed, index, _STREAM, len(kept) + 1)
+        log_weights, report = _go_through(model, cloud, kept, chance, len(forks), request)
     picked = _inverted(log_weights, (_van_der_corput(forks) + chance[0]) % 1)
     sequences = torch.from_numpy(cloud.sequence[picked])
     return model.raster.to_images(sequences).numpy(), report
@@ -176,7 +175,7 @@ def _begin(
     image: UInt8[np.ndarray, "h w c"],
     kept: Bool[np.ndarray, " n"],
     index: int,
-    drawing: Drawing,
+    request: SamplingRequest,
     count: int,
     orientation: int,
 ) -> Particles:
@@ -185,21 +184,21 @@ def _begin(
     given = model.raster.to_sequence(torch.from_numpy(np.array(image[None])))
     # Nothing may depend on what is missing.
     given = given.masked_fill(torch.from_numpy(~kept)[None, :, None], 0)
-    state = initial_state(model, [index], 1, drawing, orientation=np.array([orientation]))
+    state = initial_state(model, [index], 1, request, orientation=np.array([orientation]))
     if first:
         prefix = given[:, :first].to(model.device)
-        parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)
+        parameters, state = model.prefill(prefix.repeat(request.copies, 1, 1), state)
     else:
         parameters, state = model.step(None, state)
     parameters, state = parameters.repeat_interleave(count, dim=0), state.repeat(count)
     sequence = given.repeat(count, 1, 1).numpy()
     streams = [(index, particle) for particle in range(count)]
-    numbers = noise(model, drawing.seed, streams, first, count)
+    numbers = noise(model, request.seed, streams, first, count)
     cloud = None
-    if drawing.decoder is not None:
-        cloud = drawing.decoder.particles(state, parameters, sequence, numbers, drawing.controls)
+    if request.decoder is not None:
+        cloud = request.decoder.particles(state, parameters, sequence, numbers, request.controls)
     if cloud is None:
-        cloud = SteppedParticles(model, state, parameters, sequence, numbers, drawing)
+        cloud = SteppedParticles(model, state, parameters, sequence, numbers, request)
     return cloud
 
 
@@ -209,7 +208,7 @@ def _go_through(
     kept: Bool[np.ndarray, " n"],
     chance: Float64[np.ndarray, " m"],
     completions: int,
-    drawing: Drawing,
+    request: SamplingRequest,
 ) -> tuple[Float64[np.ndarray, " b"], Report]:
     """Draw, weigh and resample; the logarithms of the weights at the end."""
     count, first = len(cloud.sequence), int(kept.argmin())
@@ -230,8 +229,8 @@ def _go_through(
                     cloud.select(_inverted(log_weights, uniform))
                     log_weights[:] = 0
                     resamplings += 1
-        if drawing.progress:
-            drawing.progress(completions * (stop - start) / (len(kept) - first))
+        if request.progress:
+            request.progress(completions * (stop - start) / (len(kept) - first))
     evidence += _log_mean(log_weights)
     distinct = len(np.unique(cloud.sequence.reshape(count, -1), axis=0))
     return log_weights, Report(count, least, resamplings, distinct, evidence)

@@ -26,16 +26,16 @@ from imagegen.core.errors import UserError
 from imagegen.core.float64 import float64_device
 from imagegen.data.regions import as_visible
 from imagegen.generation.decode import Decoder
-from imagegen.generation.drawing import (
+from imagegen.generation.particles import PARTICLES, Report, draw_particles
+from imagegen.generation.random_numbers import noise
+from imagegen.generation.sampling_request import (
     ROW_GROUP,
-    Drawing,
+    SamplingRequest,
     first_pixels,
     initial_state,
     kept_steps,
     no_gradients,
-    noise,
 )
-from imagegen.generation.particles import PARTICLES, Report, draw_particles
 from imagegen.generation.turned import Turned, needs_particles
 from imagegen.generation.watching import Growth, Progress, Watch
 from imagegen.heads.controls import Controls
@@ -49,7 +49,7 @@ def continue_sequences(
     parameters: Float[Tensor, "rows p"],
     state: ModelState,
     streams: Sequence[tuple[int, int]],
-    drawing: Drawing,
+    request: SamplingRequest,
     prefix: UInt8[Tensor, "b first s"] | None = None,
     order: Bool[Tensor, "b h w"] | None = None,
 ) -> UInt8[Tensor, "b n s"]:
@@ -63,24 +63,24 @@ def continue_sequences(
         parameters: the distribution of the next step.
         state: after that step.
         streams: of random numbers, one for each sequence to draw: image and stream.
-        drawing: see `Drawing`.
+        request: see `SamplingRequest`.
         prefix: what comes before, of each sequence to draw, for those who watch.
         order: see `first_pixels`; of each sequence to draw.
     """
     first = state.position - 1
     steps = model.raster.length - first
-    rows = parameters.shape[0] // drawing.copies
-    uniforms = noise(model, drawing.seed, streams, first, rows)
-    followed = drawing.progress is not None or drawing.watch is not None
+    rows = parameters.shape[0] // request.copies
+    uniforms = noise(model, request.seed, streams, first, rows)
+    followed = request.progress is not None or request.watch is not None
 
     def follow(drawn: Callable[[], UInt8[np.ndarray, "b m s"]]) -> Growth | None:
-        told = (drawing.progress, drawing.watch, streams, first, model.raster)
+        told = (request.progress, request.watch, streams, first, model.raster)
         return Growth(*told, drawn, prefix, order) if followed else None
 
-    if drawing.decoder is not None:
-        controls = drawing.controls
+    if request.decoder is not None:
+        controls = request.controls
         return _continue_compiled(
-            drawing.decoder, parameters, state, uniforms, len(streams), controls, follow
+            request.decoder, parameters, state, uniforms, len(streams), controls, follow
         )
     numbers = torch.from_numpy(uniforms).to(float64_device(parameters.device))
     sequence = torch.empty(
@@ -89,9 +89,9 @@ def continue_sequences(
     growth = follow(lambda: sequence[: len(streams)].cpu().numpy())
     for step in range(steps):
         if step:
-            values = sequence[:, step - 1].repeat(drawing.copies, 1)
+            values = sequence[:, step - 1].repeat(request.copies, 1)
             parameters, state = model.step(values, state)
-        sequence[:, step] = model.head.draw_levels(parameters, numbers[:, step], drawing.controls)
+        sequence[:, step] = model.head.draw_levels(parameters, numbers[:, step], request.controls)
         if growth:
             growth(slice(None), first + step + 1)
     return sequence[: len(streams)]
@@ -161,27 +161,30 @@ def generate(
     """
     _check("n", n, 1)
     _check("start", start, 0)
-    drawing = Drawing.of(model, seed, controls, labels, progress, precision, watch)
-    return draw_images(model, range(start, start + n), drawing, batch_size)
+    request = SamplingRequest.of(model, seed, controls, labels, progress, precision, watch)
+    return draw_images(model, range(start, start + n), request, batch_size)
 
 
 def draw_images(
-    model: ImageTransformer, chosen: Sequence[int], drawing: Drawing, batch_size: int | None = None
+    model: ImageTransformer,
+    chosen: Sequence[int],
+    request: SamplingRequest,
+    batch_size: int | None = None,
 ) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
     """`generate` for any choice of the images of a seed, drawn in the order given."""
-    return _draw(model, chosen, drawing, _checked_batch(batch_size))
+    return _draw(model, chosen, request, _checked_batch(batch_size))
 
 
 def _draw(
-    model: ImageTransformer, chosen: Sequence[int], drawing: Drawing, batch_size: int
+    model: ImageTransformer, chosen: Sequence[int], request: SamplingRequest, batch_size: int
 ) -> Iterator[UInt8[np.ndarray, "b h w c"]]:
     for first in range(0, len(chosen), batch_size):
         streams = [(image, 0) for image in chosen[first : first + batch_size]]
         with no_gradients(model):
             rows = _round_up(len(streams), ROW_GROUP)
-            state = initial_state(model, [image for image, _ in streams], rows, drawing)
+            state = initial_state(model, [image for image, _ in streams], rows, request)
             parameters, state = model.step(None, state)
-            sequence = continue_sequences(model, parameters, state, streams, drawing)
+            sequence = continue_sequences(model, parameters, state, streams, request)
             images = model.raster.to_images(sequence).cpu().numpy()
         yield images
 
@@ -227,10 +230,10 @@ def complete(
     """
     _check("completions", completions, 1)
     chosen = [(image, fork) for image in range(len(images)) for fork in range(completions)]
-    drawing = Drawing.of(model, seed, controls, labels, progress, precision, watch)
+    request = SamplingRequest.of(model, seed, controls, labels, progress, precision, watch)
     result = np.repeat(images[:, None], completions, axis=1)
     kept = as_visible(visible, *images.shape[:3])
-    pieces = draw_completions(model, images, kept, chosen, drawing, batch_size, particles, report)
+    pieces = draw_completions(model, images, kept, chosen, request, batch_size, particles, report)
     for pairs, drawn in pieces:
         result[tuple(zip(*pairs, strict=True))] = drawn
     return result
@@ -241,7 +244,7 @@ def draw_completions(
     images: UInt8[np.ndarray, "n h w c"],
     visible: Bool[np.ndarray, "n h w"],
     chosen: Sequence[tuple[int, int]],
-    drawing: Drawing,
+    request: SamplingRequest,
     batch_size: int | None = None,
     particles: int = PARTICLES,
     report: Callable[[int, Report], None] | None = None,
@@ -256,8 +259,8 @@ def draw_completions(
     batch_size = _checked_batch(batch_size)
     _check("particles", particles, 1)
     given = Turned.of(model, images, visible)
-    if drawing.watch is not None:
-        drawing = replace(drawing, watch=given.watched(drawing.watch))
+    if request.watch is not None:
+        request = replace(request, watch=given.watched(request.watch))
     forks_of = defaultdict(list)
     for image, fork in chosen:
         forks_of[image].append(fork)
@@ -267,7 +270,7 @@ def draw_completions(
         if needs_particles(model, kept):
             whole, orientation = given.images[image], int(given.orientation[image])
             drawn, told = draw_particles(
-                model, whole, kept, image, forks, drawing, particles, orientation
+                model, whole, kept, image, forks, request, particles, orientation
             )
             if report is not None:
                 report(image, told)
@@ -276,7 +279,7 @@ def draw_completions(
         else:
             # All that is kept comes before all that is not.
             alike[int(kept.sum()), tuple(forks)].append(image)
-    for pairs, drawn in _draw_completions(model, given, alike, drawing, batch_size):
+    for pairs, drawn in _draw_completions(model, given, alike, request, batch_size):
         yield pairs, given.back(drawn, pairs)
 
 
@@ -284,7 +287,7 @@ def _draw_completions(
     model: ImageTransformer,
     given: Turned,
     alike: Mapping[tuple[int, tuple[int, ...]], Sequence[int]],
-    drawing: Drawing,
+    request: SamplingRequest,
     batch_size: int,
 ) -> Iterator[tuple[list[tuple[int, int]], UInt8[np.ndarray, "b h w c"]]]:
     for (first, all_forks), members in alike.items():
@@ -295,10 +298,10 @@ def _draw_completions(
                 group = members[start : start + together]
                 pairs = [(image, fork) for image in group for fork in forks]
                 if first < model.raster.length:
-                    yield pairs, _complete(model, given, group, first, forks, drawing)
+                    yield pairs, _complete(model, given, group, first, forks, request)
                     continue
-                if drawing.progress:
-                    drawing.progress(len(pairs))
+                if request.progress:
+                    request.progress(len(pairs))
                 yield pairs, given.images[group].repeat(len(forks), axis=0)
 
 
@@ -308,7 +311,7 @@ def _complete(
     indices: Sequence[int],
     first: int,
     forks: Sequence[int],
-    drawing: Drawing,
+    request: SamplingRequest,
 ) -> UInt8[np.ndarray, "b h w c"]:
     """Completions `forks`, image by image, of images that keep as many first steps.
 
@@ -323,9 +326,9 @@ def _complete(
     streams = [(image, fork) for image in indices for fork in forks]
     with no_gradients(model):
         prefix = model.raster.to_sequence(whole, order)[:, :first]
-        state = initial_state(model, indices, filled, drawing, order, orientation)
+        state = initial_state(model, indices, filled, request, order, orientation)
         if first:
-            parameters, state = model.prefill(prefix.repeat(drawing.copies, 1, 1), state)
+            parameters, state = model.prefill(prefix.repeat(request.copies, 1, 1), state)
         else:
             parameters, state = model.step(None, state)
         prefix = prefix[: len(images)].repeat_interleave(len(forks), dim=0)
@@ -333,7 +336,7 @@ def _complete(
             order = order[: len(images)].repeat_interleave(len(forks), dim=0)
         parameters = parameters.repeat_interleave(len(forks), dim=0)
         state = state.repeat(len(forks))
-        sequence = continue_sequences(model, parameters, state, streams, drawing, prefix, order)
+        sequence = continue_sequences(model, parameters, state, streams, request, prefix, order)
         sequence = torch.cat([prefix, sequence], dim=1)
         return model.raster.to_images(sequence, order).cpu().numpy()
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from imagegen.attention.base import AttentionState
 from imagegen.core.errors import UserError
 from imagegen.core.float64 import float64_device
-from imagegen.generation.drawing import Drawing, initial_state, no_gradients, noise
+from imagegen.generation.random_numbers import noise
+from imagegen.generation.sampling_request import SamplingRequest, initial_state, no_gradients
 from imagegen.generation.watching import Growth
 from imagegen.heads.controls import Controls
 from imagegen.model.block import Block
@@ -63,25 +64,27 @@ def walk_state(
     """
     if not 0 <= layer < len(model.blocks):
         raise UserError(f"layer {layer} is not one of the model's, 0 to {len(model.blocks) - 1}.")
-    drawing = Drawing.of(model, seed, controls, labels, None)
-    return _walk(model, layer, drawing, every)
+    request = SamplingRequest.of(model, seed, controls, labels, None)
+    return _walk(model, layer, request, every)
 
 
-def _walk(model: ImageTransformer, layer: int, drawing: Drawing, every: int) -> Iterator[Moment]:
+def _walk(
+    model: ImageTransformer, layer: int, request: SamplingRequest, every: int
+) -> Iterator[Moment]:
     raster, length = model.raster, model.raster.length
     sequence = np.zeros((1, length, raster.values_per_step), dtype=np.uint8)
     growth = Growth(None, None, [(0, 0)], 0, raster, lambda: sequence)
-    uniforms = torch.from_numpy(noise(model, drawing.seed, [(0, 0)], 0, 1))
+    uniforms = torch.from_numpy(noise(model, request.seed, [(0, 0)], 0, 1))
     numbers = uniforms.to(float64_device(model.device))
     with no_gradients(model):
-        parameters, state = model.step(None, initial_state(model, [0], 1, drawing))
+        parameters, state = model.step(None, initial_state(model, [0], 1, request))
     for step in range(length):
         with no_gradients(model):
-            drawn = model.head.draw_levels(parameters, numbers[:, step], drawing.controls)
+            drawn = model.head.draw_levels(parameters, numbers[:, step], request.controls)
             levels = drawn.to(torch.uint8)
             sequence[:, step] = levels.cpu().numpy()
             if step < length - 1:
-                parameters, state = model.step(levels.repeat(drawing.copies, 1), state)
+                parameters, state = model.step(levels.repeat(request.copies, 1), state)
             growth(slice(0, 1), step + 1)
             done = step + 1
             if done % every == 0 or done == length:

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Int64, UInt8
 
 from imagegen.core.errors import UserError
-from imagegen.generation.drawing import kept_steps, knows_any_order
 from imagegen.generation.particles import PARTICLES
+from imagegen.generation.sampling_request import kept_steps, knows_any_order
 from imagegen.generation.watching import Snapshot, Watch
 from imagegen.model.orientations import best_orientation, turn, turn_back
 from imagegen.model.transformer import ImageTransformer

@@ -58,7 +58,7 @@ class Growth:
         raster: of the images.
         drawn: what has been drawn since, as it is now.
         prefix: levels of the steps before; without one there are none.
-        order: see `imagegen.generation.drawing.first_pixels`.
+        order: see `imagegen.generation.sampling_request.first_pixels`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.checkpoint.reading import KEY, read_metadata
 from imagegen.core.errors import UserError
-from imagegen.core.overrides import touched
+from imagegen.core.override_syntax import touched
 from imagegen.core.values import plain
 from imagegen.data.loading import TrainOrder
 from imagegen.training.lightning_fixes import end_no_epoch_twice

@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from pytorch_lightning import Trainer
 
 from imagegen.core.errors import UserError
-from imagegen.core.overrides import quote
+from imagegen.core.override_syntax import quote
 from imagegen.training.lightning_fixes import ScriptLauncher, use_launcher
 from imagegen.training.stopping import TOGETHER
 

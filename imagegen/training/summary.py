@@ -18,7 +18,7 @@ from rich.text import Text
 from imagegen.core.durations import format_seconds
 from imagegen.core.installation import typed
 from imagegen.core.machine import Choice
-from imagegen.core.overrides import quote
+from imagegen.core.override_syntax import quote
 from imagegen.data.base import SPLIT_NAMES, ImageDataset
 from imagegen.training.callbacks import Rates
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import decoders
 from imagegen.core.spec import ImageSpec
-from imagegen.generation.sampling_loop import no_gradients
+from imagegen.generation.sampling_request import no_gradients
 from tests.helpers import tiny_model
 
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 import imagegen
 from imagegen.cli import entry as cli
 from imagegen.cli.messages import sentence_for
-from imagegen.cli.overrides import check_overrides
+from imagegen.cli.override_checks import check_overrides
 from imagegen.core.errors import UserError
 
 CONF = {
@@ -309,7 +309,7 @@ def test_an_interrupt_that_became_another_error(
         except KeyboardInterrupt:
             raise AttributeError("a flag") from None
 
-    monkeypatch.setattr("imagegen.cli.overrides.compose", compose)
+    monkeypatch.setattr("imagegen.cli.override_checks.compose", compose)
     assert run() == (130, "", "\ninterrupted\n")
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from imagegen.cli import resume
 from imagegen.cli.resume import rewrite_resume
 from imagegen.core.errors import UserError
-from imagegen.core.overrides import quote
+from imagegen.core.override_syntax import quote
 from imagegen.training.run_folder import claim_run_folder, refuse_used_folder
 
 

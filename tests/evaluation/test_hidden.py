@@ -18,8 +18,8 @@ from imagegen.data.digits import Digits
 from imagegen.data.regions import read_region
 from imagegen.evaluation.hidden import score_hidden
 from imagegen.evaluation.scores import run, score_images
-from imagegen.generation.drawing import kept_steps
 from imagegen.generation.sampling_loop import generate
+from imagegen.generation.sampling_request import kept_steps
 from tests.generation.helpers import exact_conditional, log_prob_of_all, mask_of, toy
 from tests.helpers import save_tiny_checkpoint, tiny_model
 from tests.model.helpers import NEIGHBOURHOOD

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from imagegen.core.spec import ImageSpec
-from imagegen.generation.drawing import kept_steps
 from imagegen.generation.particles import Report
 from imagegen.generation.sampling_loop import complete, generate
+from imagegen.generation.sampling_request import kept_steps
 from imagegen.model.transformer import ImageTransformer
 from tests.helpers import tiny_model
 from tests.model.helpers import NEIGHBOURHOOD

@@ -10,9 +10,9 @@ from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.generation import decode, particles
 from imagegen.generation.decode.fused import FusedDecoder
-from imagegen.generation.drawing import Drawing, kept_steps
 from imagegen.generation.particles import Report, draw_particles
 from imagegen.generation.sampling_loop import complete, generate
+from imagegen.generation.sampling_request import SamplingRequest, kept_steps
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import NO_LABEL
 from tests.generation.helpers import (
@@ -80,8 +80,8 @@ def test_the_evidence_is_right_on_average_with_few_particles(
     monkeypatch.setattr(particles, "RESAMPLED", 0.9)
     model, visible, runs = toy("grey"), mask_of("grey"), 200
     image = next(generate(model, 1, seed=2))[0]
-    kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
-    reports = [draw_particles(model, image, kept, i, [0], drawing, 2)[1] for i in range(runs)]
+    kept, request = kept_steps(model, visible), SamplingRequest.of(model, 0, None, None, None)
+    reports = [draw_particles(model, image, kept, i, [0], request, 2)[1] for i in range(runs)]
     assert sum(report.resamplings for report in reports) > 20
     logs = log_prob_of_all(model)
     ratios = np.exp([report.log_evidence for report in reports])
@@ -145,9 +145,9 @@ def test_completions_spread_over_the_particles() -> None:
     """The first few of them already hold what all of them do, each as often as it is likely."""
     model, visible = toy("grey"), mask_of("grey")
     image = next(generate(model, 1, seed=2))[0]
-    kept, drawing = kept_steps(model, visible), Drawing.of(model, 0, None, None, None)
-    many, report = draw_particles(model, image, kept, 0, range(256), drawing, 256)
-    few, _ = draw_particles(model, image, kept, 0, range(8), drawing, 256)
+    kept, request = kept_steps(model, visible), SamplingRequest.of(model, 0, None, None, None)
+    many, report = draw_particles(model, image, kept, 0, range(256), request, 256)
+    few, _ = draw_particles(model, image, kept, 0, range(8), request, 256)
     np.testing.assert_array_equal(few, many[:8])
     frequent, counts = np.unique(many.reshape(256, -1), axis=0, return_counts=True)
     assert 4 <= len(frequent) <= report.distinct
@@ -177,9 +177,9 @@ def test_compiled_particles_are_those_of_the_steps(monkeypatch: pytest.MonkeyPat
     visible = np.arange(20).reshape(5, 4) % 4 < 2
     found = []
     for decoder in (None, FusedDecoder(model)):
-        drawing = Drawing(3, Controls(), None, None, decoder)
+        request = SamplingRequest(3, Controls(), None, None, decoder)
         kept = kept_steps(model, visible)
-        found.append(draw_particles(model, image, kept, 0, range(30), drawing, 30))
+        found.append(draw_particles(model, image, kept, 0, range(30), request, 30))
     (drawn, report), (expected, wanted) = found
     assert (drawn == expected).reshape(30, -1).all(axis=1).mean() >= 0.9
     assert report.log_evidence == pytest.approx(wanted.log_evidence, abs=0.02)

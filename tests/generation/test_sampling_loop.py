@@ -7,7 +7,7 @@ import torch
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.data.regions import read_region
-from imagegen.generation.drawing import uniforms
+from imagegen.generation.random_numbers import uniforms
 from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer

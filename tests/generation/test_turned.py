@@ -14,7 +14,7 @@ from imagegen.core.spec import ImageSpec
 from imagegen.data.digits import Digits
 from imagegen.data.regions import read_region
 from imagegen.evaluation.hidden import score_hidden
-from imagegen.generation import decode, drawing
+from imagegen.generation import decode, sampling_request
 from imagegen.generation.decode.graph import GraphDecoder
 from imagegen.generation.images import from_display
 from imagegen.generation.sampling_loop import complete, generate
@@ -67,9 +67,11 @@ def test_completions_are_those_by_hand(how: str, monkeypatch: pytest.MonkeyPatch
     if how == "compiled":
         monkeypatch.setattr(decode, "SHORTEST", 1)
     elif how == "recorded":
-        monkeypatch.setattr(drawing, "choose_decoder", lambda model, *_: GraphDecoder(model, False))
+        monkeypatch.setattr(
+            sampling_request, "choose_decoder", lambda model, *_: GraphDecoder(model, False)
+        )
     model, (images, visible) = turning(), images_and_regions()
-    assert (drawing.choose_decoder(model, Controls()) is None) == (how == "steps")
+    assert (sampling_request.choose_decoder(model, Controls()) is None) == (how == "steps")
     assert orientations_for(model, visible).tolist() == BEST
     needing: list[int] = []
     options: dict[str, Any] = {"seed": 9, "particles": 12}

@@ -15,8 +15,8 @@ from imagegen.core.spec import ImageSpec
 from imagegen.data.regions import read_region
 from imagegen.generation import decode, sampling_loop, watching
 from imagegen.generation.decode.graph import GraphDecoder
-from imagegen.generation.drawing import Drawing
 from imagegen.generation.sampling_loop import complete, draw_images, generate
+from imagegen.generation.sampling_request import SamplingRequest
 from imagegen.generation.watching import Growth, Snapshot
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer
@@ -181,5 +181,5 @@ def test_nobody_is_told_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Growth, "__init__", refuse)
     model = tiny_model(ImageSpec(3, 3))
-    drawing = Drawing.of(model, 0, Controls(), None, None)
-    assert len(next(iter(draw_images(model, range(2), drawing)))) == 2
+    request = SamplingRequest.of(model, 0, Controls(), None, None)
+    assert len(next(iter(draw_images(model, range(2), request)))) == 2

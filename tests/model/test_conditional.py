@@ -17,7 +17,7 @@ from imagegen.cli.entry import compose
 from imagegen.core.errors import UserError
 from imagegen.evaluation.scores import run as evaluate
 from imagegen.generation.images import CAPTION_HEIGHT, make_grid, with_captions
-from imagegen.generation.options import labels_of
+from imagegen.generation.sample_options import labels_of
 from tests.helpers import DRAWING, SMALL, manifest, read, read_images, sample, save_tiny_checkpoint
 
 NAMES = ["cat", "dog", "7"]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from imagegen.commands.page.options import PageOptions
+from imagegen.commands.page.page_options import PageOptions
 from imagegen.commands.page.studio import Studio
 from imagegen.core.installation import PROJECT_ROOT
 from imagegen.data.digits import Digits

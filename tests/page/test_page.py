@@ -22,7 +22,7 @@ from imagegen.cli.entry import compose
 from imagegen.commands.page import command, pictures, server, watched
 from imagegen.commands.page import job as jobs
 from imagegen.commands.page.job import Job
-from imagegen.commands.page.options import PageOptions
+from imagegen.commands.page.page_options import PageOptions
 from imagegen.commands.page.studio import Studio, Wish, quoted, sample_command
 from imagegen.commands.page.surprises import Picture, Surprises
 from imagegen.core.errors import UserError

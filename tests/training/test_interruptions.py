@@ -34,7 +34,7 @@ OPTIONS = [
 CHILD = """
 import os, signal, sys
 import imagegen.core.errors, train
-from imagegen.training import callbacks, checkpoint_callbacks, module, training_run as training
+from imagegen.training import callbacks, checkpoint_callbacks, module, run as training
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

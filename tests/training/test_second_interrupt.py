@@ -25,7 +25,7 @@ from tests.helpers import DRAWING, SMALL, write_image
 CHILD = """
 import json, os, signal, sys
 from hydra.utils import get_object
-import imagegen.training.training_run, imagegen.commands.train, train
+import imagegen.training.run, imagegen.commands.train, train
 
 def arm(where, passes, ending, signals):
     owner, _, name = where.rpartition(".")
@@ -62,10 +62,10 @@ class Strike(NamedTuple):
 
 
 STRIKES = [
-    Strike("imagegen.training.training_run.build_dataset", begun=False),
-    Strike("imagegen.training.training_run.ImageTransformer", begun=False),
-    Strike("imagegen.training.training_run.prepare", begun=False),
-    Strike("imagegen.training.training_run._write_config", begun=False),
+    Strike("imagegen.training.run.build_dataset", begun=False),
+    Strike("imagegen.training.run.ImageTransformer", begun=False),
+    Strike("imagegen.training.run.prepare", begun=False),
+    Strike("imagegen.training.run._write_config", begun=False),
     Strike("imagegen.core.files.os.fsync", begun=None),
     Strike("imagegen.core.files.os.fsync", 8),
     Strike("imagegen.training.module.ImageModule.training_step", 3),
@@ -77,8 +77,8 @@ STRIKES = [
     Strike("imagegen.training.callbacks.generate"),
     Strike("imagegen.training.callbacks.save_png", 1),
     Strike("imagegen.tracking.metrics_file.MetricsFile._append", 1),
-    Strike("imagegen.training.training_run._close", state="finished"),
-    Strike("imagegen.training.training_run.say_result", state="finished"),
+    Strike("imagegen.training.run._close", state="finished"),
+    Strike("imagegen.training.run.say_result", state="finished"),
 ]
 
 
@@ -190,10 +190,10 @@ def test_two_processes(tmp_path: Path, pause: float) -> None:
 
 INTERRUPTED_FINISH = """
 import os, signal, sys
-import imagegen.training.training_run, train
+import imagegen.training.run, train
 from imagegen.training.module import ImageModule
 
-step, closed = ImageModule.training_step, imagegen.training.training_run._close
+step, closed = ImageModule.training_step, imagegen.training.run._close
 
 def training_step(self, *args):
     if self.trainer.global_step == 2:
@@ -205,7 +205,7 @@ def close(*args):
     closed(*args)
     print("not interrupted")
 
-ImageModule.training_step, imagegen.training.training_run._close = training_step, close
+ImageModule.training_step, imagegen.training.run._close = training_step, close
 train.main()
 """
 

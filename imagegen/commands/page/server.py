@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from imagegen.commands.page.options import PageOptions
+from imagegen.commands.page.page_options import PageOptions
 from imagegen.commands.page.studio import Studio
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError

@@ -21,7 +21,7 @@ from imagegen.commands.page.job import Job
 from imagegen.core.errors import UserError
 from imagegen.core.installation import typed
 from imagegen.core.values import MAX_SEED, resolve_device, whole_number
-from imagegen.generation.options import controls_of, labels_of
+from imagegen.generation.sample_options import controls_of, labels_of
 from imagegen.tracking.runs_table import RUNS
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from imagegen.core.compiled import folder, load
 from imagegen.core.errors import UserError
 from imagegen.core.machine import Choice, limited_threads
 from imagegen.core.values import choice
-from imagegen.generation.options import PRECISIONS
+from imagegen.generation.sample_options import PRECISIONS
 from imagegen.heads.controls import Controls
 
 if TYPE_CHECKING:

@@ -17,16 +17,11 @@ from imagegen.attention.buffers import ring_step
 from imagegen.cli.entry import PROJECT_ROOT
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
-from imagegen.generation import decode, drawing
+from imagegen.generation import decode, sampling_request
 from imagegen.generation.decode.graph import GraphDecoder, why_not
 from imagegen.generation.decode.waiting import Waits, no_waiting
-from imagegen.generation.sampling_loop import (
-    Drawing,
-    complete,
-    continue_sequences,
-    initial_state,
-    no_gradients,
-)
+from imagegen.generation.sampling_loop import complete, continue_sequences
+from imagegen.generation.sampling_request import SamplingRequest, initial_state, no_gradients
 from imagegen.heads.controls import Controls
 from imagegen.model.transformer import ImageTransformer
 from tests.generation.decode.cuda_recorder import (
@@ -96,10 +91,10 @@ def _draw(
 ) -> np.ndarray:
     """Five images from their first `visible` steps on, given or drawn."""
     labels = None if model.n_classes is None else (0, 2, -1)
-    drawing = Drawing(seed, Controls(), labels, None, decoder)
+    request = SamplingRequest(seed, Controls(), labels, None, decoder)
     streams = [(image, 0) for image in range(5)]
     with no_gradients(model):
-        state = initial_state(model, range(5), 5, drawing)
+        state = initial_state(model, range(5), 5, request)
         if visible:
             values = model.raster.values_per_step
             prefix = np.random.default_rng(0).integers(0, model.spec.levels, (5, visible, values))
@@ -107,7 +102,7 @@ def _draw(
             parameters, state = model.prefill(known, state)
         else:
             parameters, state = model.step(None, state)
-        return continue_sequences(model, parameters, state, streams, drawing).cpu().numpy()
+        return continue_sequences(model, parameters, state, streams, request).cpu().numpy()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,7 +177,7 @@ def test_a_recorded_step_completes_different_regions(
     visible[0, 0] = visible[1, 1:3] = visible[2, 1:, 1:] = visible[3, :3, ::2] = False
     expected = complete(model, images, visible, 3, seed=1)
     decoder = GraphDecoder(model, record=True)
-    monkeypatch.setattr(drawing, "choose_decoder", lambda *_: decoder)
+    monkeypatch.setattr(sampling_request, "choose_decoder", lambda *_: decoder)
     assert np.array_equal(complete(model, images, visible, 3, seed=1), expected)
     # The step recorded for a region of three pixels is used again for the others, of six.
     assert cuda.events.count("capture") == 1

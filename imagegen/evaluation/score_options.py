@@ -12,7 +12,7 @@ from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable
 from imagegen.data.base import SPLIT_NAMES
 from imagegen.data.regions import Region, read_region
-from imagegen.generation.options import PRECISIONS
+from imagegen.generation.sample_options import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -361,7 +361,7 @@ def test_an_interrupt_while_libraries_load_leaves_no_folder(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(logging, "disable", lambda: None)
-    monkeypatch.setitem(sys.modules, "imagegen.training.training_run", Loading("loading"))
+    monkeypatch.setitem(sys.modules, "imagegen.training.run", Loading("loading"))
     assert run_train(monkeypatch, *SMALL, f"hydra.run.dir={tmp_path / 'run'}") == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
-"""What drawing images of a seed has in common: random numbers, options, states, levels of a step.
+"""What images are to be drawn, checked, and the states that their drawing starts from.
 
-Axes: `b` batch, `n` position, `u` uniform numbers per step, `p` parameters of a distribution.
+Axes: `b` batch, `k` image, `n` position, `h w` height and width.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from imagegen.core.errors import UserError
@@ -28,36 +28,8 @@ from imagegen.model.transformer import NO_LABEL, ImageTransformer, ModelState
 ROW_GROUP = 16
 
 
-def uniforms(seed: int, image: int, stream: int, count: int) -> Float[np.ndarray, " count"]:
-    """The random numbers of one image: float64 in the open interval (0, 1).
-
-    They come from a Philox counter keyed by (seed, image), so that image i of a seed is the same
-    whatever is drawn beside it; `stream` tells several completions of one image apart.
-    """
-    # As whole numbers of 64 bits: a list with one above 2^63 would become floats, and rounded.
-    key, counter = (
-        np.array(words, dtype=np.uint64) for words in ([seed, image], [0, 0, 0, stream])
-    )
-    bits = np.random.Philox(key=key, counter=counter).random_raw(count)
-    numbers: np.ndarray = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return numbers
-
-
-def noise(
-    model: ImageTransformer, seed: int, streams: Sequence[tuple[int, int]], first: int, rows: int
-) -> Float[np.ndarray, "rows n u"]:
-    """The random numbers of the steps from `first` on.
-
-    Noise belongs to a position: a completion's does not depend on how much is visible.
-    """
-    length, per_step = model.raster.length, model.head.uniforms_per_step
-    numbers = [uniforms(seed, image, stream, length * per_step) for image, stream in streams]
-    shaped = np.stack(numbers).reshape(len(streams), length, per_step)[:, first:]
-    return np.resize(shaped, (rows, *shaped.shape[1:]))
-
-
 @dataclass(frozen=True)
-class Drawing:
+class SamplingRequest:
     """What all images of one call have in common.
 
     Attributes:
@@ -86,7 +58,7 @@ class Drawing:
         progress: Progress | None,
         precision: str = "auto",
         watch: Watch | None = None,
-    ) -> Drawing:
+    ) -> SamplingRequest:
         """What a user asks for, checked.
 
         Raises:
@@ -170,7 +142,7 @@ def initial_state(
     model: ImageTransformer,
     images: Sequence[int],
     rows: int,
-    drawing: Drawing,
+    request: SamplingRequest,
     order: Bool[Tensor, "rows h w"] | None = None,
     orientation: Int64[np.ndarray, " k"] | None = None,
 ) -> ModelState:
@@ -180,14 +152,14 @@ def initial_state(
         order: see `first_pixels`.
         orientation: of each of the images; as they are by default.
     """
-    labels, turns = drawing.labels_of(images, rows), None
+    labels, turns = request.labels_of(images, rows), None
     on_device = None if labels is None else labels.to(model.device)
     if orientation is not None:
         turns = torch.from_numpy(np.resize(orientation, rows)).to(model.device)
-        turns = turns.repeat(drawing.copies)
+        turns = turns.repeat(request.copies)
     if order is not None:
-        order = order.repeat(drawing.copies, 1, 1)
-    return model.initial_state(rows * drawing.copies, on_device, order, turns)
+        order = order.repeat(request.copies, 1, 1)
+    return model.initial_state(rows * request.copies, on_device, order, turns)
 
 
 @contextmanager
