@@ -84,7 +84,7 @@ def check_options(what: str, function: Any, given: Mapping[str, Any]) -> None:
 
     Args:
         what: the function in a user's words.
-        function: its annotations count.
+        function: its annotations count; or a data class, those of its fields.
         given: values by the names of its arguments.
 
     Raises:

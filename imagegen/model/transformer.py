@@ -30,6 +30,7 @@ from imagegen.model.known_neighbourhood import (
     build_embedding,
 )
 from imagegen.model.labels import LabelEmbedding
+from imagegen.model.option_groups import ConditionOptions, SequenceOptions
 from imagegen.model.orientations import check_orders
 from imagegen.model.state import ModelState as ModelState
 
@@ -47,25 +48,9 @@ class ImageTransformer(nn.Module):
         attention, head, embedding: plain dictionaries, a `_target_` of this package and options.
         n_layers: number of blocks.
         block: what each of them takes.
-        tokens: what a step predicts, see `Raster`.
-        linear_prediction: whether distributions that can do so lie around a `LinearPrediction`.
-        n_classes: number of labels that the model is conditioned on; none by default.
-        label_grid: what a label adds to the input differs between so many by so many areas of the
-            image, see `LabelEmbedding`.
-        label_dropout: share of labels withheld in training, so that the model also learns to do
-            without (classifier-free guidance, Ho and Salimans, 2022).
-        orders: in how many orientations images are trained on, and told to the model: 1, 2
-            (mirrored too), 4 (upside down too) or 8 (turned by 90 degrees too); see
-            `imagegen.model.orientations`. Images are drawn as they are, and completed in the
-            orientation that suits what is visible.
-        flips: as orders=2, and a label's areas are those of the mirrored image; what options and
-            checkpoints of before say.
-        order: of the values. In `any`, the visible pixels of a region come first and the others
-            follow, each in the order of the raster; the embedding then sees known pixels on all
-            sides. `raster` knows no regions.
-        whole_images: share of training images of which nothing is visible, with `order=any`; the
-            others get a random region.
-        visible_weight: of visible values in the loss, 0 to 1; missing ones have 1.
+        sequence: how an image becomes a sequence, and which part of it training predicts.
+        condition: the labels and orientations that the model knows.
+        linear_prediction: whether distributions that can do so are around a `LinearPrediction`.
 
     Raises:
         UserError: for sizes and names that make no model.
@@ -79,38 +64,29 @@ class ImageTransformer(nn.Module):
         embedding: Mapping[str, Any],
         n_layers: int,
         block: BlockOptions,
-        tokens: str = "subpixel",
+        sequence: SequenceOptions,
+        condition: ConditionOptions,
         linear_prediction: bool = False,
-        n_classes: int | None = None,
-        label_grid: int = 1,
-        label_dropout: float = 0.1,
-        orders: int = 1,
-        flips: bool = False,
-        order: str = "raster",
-        whole_images: float = 0.25,
-        visible_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        for name, size in {"n_layers": n_layers, "label_grid": label_grid}.items():
-            if size < 1:
-                raise UserError(f"model.{name}={size} must be at least 1.")
-        shares = {"label_dropout": label_dropout, "whole_images": whole_images}
-        for name, share in {**shares, "visible_weight": visible_weight}.items():
-            if not 0 <= share <= 1:
-                raise UserError(f"model.{name}={share} must lie between 0 and 1.")
-        check_orders(orders, spec.height, spec.width)
+        if n_layers < 1:
+            raise UserError(f"model.n_layers={n_layers} must be at least 1.")
+        check_orders(condition.orders, spec.height, spec.width)
         d_model = block.d_model
         self.spec = spec
-        self.raster = Raster(spec, tokens)
-        self.n_classes = n_classes
-        self.label_dropout = label_dropout
-        self.order, self.whole_images, self.visible_weight = order, whole_images, visible_weight
-        self.embedding = build_embedding(embedding, d_model, self.raster, order)
+        self.raster = Raster(spec, sequence.tokens)
+        self.order, self.whole_images = sequence.order, sequence.whole_images
+        self.visible_weight = sequence.visible_weight
+        self.n_classes, self.label_dropout = condition.n_classes, condition.label_dropout
+        self.embedding = build_embedding(embedding, d_model, self.raster, self.order)
+        orders = condition.orders
         self.label = None
-        if n_classes is not None:
-            self.label = LabelEmbedding(n_classes, d_model, self.raster, label_grid, orders)
+        if self.n_classes is not None:
+            self.label = LabelEmbedding(
+                self.n_classes, d_model, self.raster, condition.label_grid, orders
+            )
         self.turns_areas = orders > 1
-        self.orders = max(orders, 2) if flips else orders
+        self.orders = max(orders, 2) if condition.flips else orders
         self.flip = nn.Embedding(self.orders, d_model) if self.orders > 1 else None
         if self.flip is not None:
             nn.init.normal_(self.flip.weight, std=d_model**-0.5)
@@ -124,7 +100,7 @@ class ImageTransformer(nn.Module):
             )
             for layer in range(n_layers)
         )
-        if order == "any":
+        if self.order == "any":
             for each in self._blocks():
                 each.check_any_order()
         self.norm = known("norm", block.norm, NORMS)(d_model)
@@ -151,13 +127,16 @@ class ImageTransformer(nn.Module):
 
     @classmethod
     def from_options(cls, spec: ImageSpec, **options: Any) -> ImageTransformer:
-        """A model of options as configurations and checkpoints hold them, those of blocks too.
+        """A model of options as configurations and checkpoints hold them, all in one dictionary.
 
         Raises:
             UserError: for sizes and names that make no model.
         """
-        own = {name: options.pop(name) for name in _BLOCK if name in options}
-        return cls(spec, block=BlockOptions(**own), **options)
+        groups = {}
+        for group, kind in OPTION_GROUPS.items():
+            names = {field.name for field in dataclasses.fields(kind)} & options.keys()
+            groups[group] = kind(**{name: options.pop(name) for name in names})
+        return cls(spec, **groups, **options)
 
     def parameters_of(
         self,
@@ -417,13 +396,19 @@ class ImageTransformer(nn.Module):
         return self.head(self.norm(x), predicted), layers
 
 
-_BLOCK = tuple(field.name for field in dataclasses.fields(BlockOptions))
+OPTION_GROUPS: dict[str, type] = {
+    "block": BlockOptions,
+    "sequence": SequenceOptions,
+    "condition": ConditionOptions,
+}
+"""The arguments of `ImageTransformer` that are made of options of their own."""
 
 
 def known_options() -> dict[str, inspect.Parameter]:
     """The arguments of `ImageTransformer.from_options` but for the spec, by name."""
-    own, block = (inspect.signature(each).parameters for each in (ImageTransformer, BlockOptions))
-    return {name: p for name, p in {**own, **block}.items() if name not in ("spec", "block")}
+    kinds = (ImageTransformer, *OPTION_GROUPS.values())
+    every = {name: p for kind in kinds for name, p in inspect.signature(kind).parameters.items()}
+    return {name: p for name, p in every.items() if name not in ("spec", *OPTION_GROUPS)}
 
 
 def default_options() -> dict[str, Any]:

@@ -8,12 +8,11 @@ from typing import Any
 from imagegen.core.build import check_options
 from imagegen.core.errors import UserError
 from imagegen.data.base import ImageDataset
-from imagegen.model.block import BlockOptions
-from imagegen.model.transformer import ImageTransformer, known_options
+from imagegen.model.transformer import OPTION_GROUPS, ImageTransformer, known_options
 
 
 def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str, Any]:
-    """The arguments of `ImageTransformer` but for the images' spec, as plain containers.
+    """What `ImageTransformer.from_options` takes but for the images' spec, as plain containers.
 
     Args:
         config: a composed `conf/train.yaml`, as plain containers; the groups `model`, `attention`
@@ -45,6 +44,6 @@ def model_options(config: Mapping[str, Any], dataset: ImageDataset) -> dict[str,
             f"model.{missing[0]} is not set; set it, or begin a model of your own with "
             "'defaults: [default, _self_]'."
         )
-    for function in (ImageTransformer.__init__, BlockOptions.__init__):
-        check_options("model", function, model)
+    for annotated in (ImageTransformer.__init__, *OPTION_GROUPS.values()):
+        check_options("model", annotated, model)
     return model

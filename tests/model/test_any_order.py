@@ -361,7 +361,7 @@ def test_a_checkpoint_keeps_the_order(tmp_path: Any) -> None:
             {"attention": {"_target_": "imagegen.attention.local.LocalAttention"}},
             "attention LocalAttention looks for neighbouring pixels",
         ),
-        ({"whole_images": 1.5}, "model.whole_images=1.5 must lie between 0 and 1."),
+        ({"whole_images": 1.5}, "model.whole_images=1.5 must be between 0 and 1."),
         (
             {"embedding": {**NEIGHBOURHOOD, "neighbours": [[1, 0]]}},
             "of a pixel before the predicted one",

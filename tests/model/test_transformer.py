@@ -229,7 +229,7 @@ def test_paper_models_have_the_papers_size() -> None:
         ({"d_model": 18}, "multiple of 4"),
         ({"norm": "batch"}, "model.norm=batch is unknown; choose one of layer, rms"),
         ({"tokens": "patch"}, "model.tokens=patch is unknown"),
-        ({"label_dropout": 1.5}, "model.label_dropout=1.5 must lie between 0 and 1"),
+        ({"label_dropout": 1.5}, "model.label_dropout=1.5 must be between 0 and 1"),
         ({"label_grid": 0}, "model.label_grid=0 must be at least 1"),
         ({"convolution": [2]}, r"model.convolution=\[2\] must be"),
         ({"n_classes": 0}, "n_classes=0 must be at least 1"),
