@@ -20,9 +20,17 @@ from torch.nn import functional as F
 from imagegen.attention.base import DEFAULT_CHUNK, AttentionState, CausalAttention
 from imagegen.attention.feature_maps import build_feature_map
 from imagegen.attention.linear_chunks import LinearChunks
-from imagegen.attention.linear_scan import SHORTEST, LinearScan, takes
+from imagegen.attention.linear_scan import (
+    CHUNKS,
+    SHORTEST,
+    LinearScan,
+    machine_choice,
+    takes,
+    why_chunks,
+)
 from imagegen.attention.query_key_norm import QueryKeyNorm
 from imagegen.core.errors import UserError
+from imagegen.core.machine import Choice
 
 Watch = Callable[[Tensor], None]
 
@@ -252,6 +260,15 @@ class LinearAttention(CausalAttention[LinearState]):
             if self.feature_map.scaled
             else None,
         )
+
+    def computed(self, length: int, device: torch.device, dtype: torch.dtype) -> Choice:
+        """How `forward` goes through so many positions, stored in this dtype, and why."""
+        if self.qk_norm is not None:
+            return Choice(CHUNKS, "attention.qk_norm normalises queries and keys")
+        if length < SHORTEST:
+            return Choice(CHUNKS, f"{length} positions, fewer than {SHORTEST}")
+        why = why_chunks(device, dtype, self.head_dim, self.feature_map)
+        return machine_choice() if why is None else Choice(CHUNKS, why)
 
     def _mapped(
         self, q: Tensor, k: Tensor, v: Tensor

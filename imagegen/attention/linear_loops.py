@@ -16,12 +16,8 @@ from numba import float32, int32, uint16, uint32
 from numba.extending import overload
 
 from imagegen.core.compiled.compile import compiled, fast
-from imagegen.core.compiled.compile import target as target
-from imagegen.core.compiled.elementwise import as_float, as_int, exp32
+from imagegen.core.compiled.elementwise import ELU, accumulated, as_float, as_int, feature32
 from imagegen.core.compiled.state import add_and_read
-
-RELU, ELU = 0, 1
-FEATURE_MAPS = {"relu": RELU, "elu": ELU}
 
 
 @no_type_check
@@ -73,17 +69,10 @@ def _put(x, stored):
 
 @no_type_check
 @fast()
-def _map(stored, feature_map, x):
-    """x = phi(stored); nan stays nan."""
-    if feature_map == ELU:
-        for i in range(x.shape[0]):
-            raw = _widened(stored[i])
-            mapped = max(raw, float32(0.0)) + exp32(min(raw, float32(0.0)))
-            x[i] = mapped if raw == raw else raw
-    else:
-        for i in range(x.shape[0]):
-            raw = _widened(stored[i])
-            x[i] = raw if raw > float32(0.0) or raw != raw else float32(0.0)
+def _take_mapped(stored, feature_map, x):
+    """x = phi(stored)."""
+    for i in range(x.shape[0]):
+        x[i] = feature32(_widened(stored[i]), feature_map)
 
 
 @no_type_check
@@ -97,17 +86,6 @@ def _put_through_map(gradient, x, feature_map, stored):
         for i in range(x.shape[0]):
             kept = gradient[i] if x[i] != float32(0.0) else float32(0.0)
             stored[i] = _narrowed(kept, stored[i])
-
-
-@no_type_check
-@fast()
-def _accumulated(z, k, q):
-    """z += k; the sum of q z."""
-    total = float32(0.0)
-    for i in range(z.shape[0]):
-        z[i] += k[i]
-        total += q[i] * z[i]
-    return total
 
 
 @no_type_check
@@ -150,7 +128,7 @@ def forward(first, stop, qkv, s, z, eps, feature_map, work, y, normalizer):
         qkv: "b n three h d", stored numbers.
         s, z: float32 "b h d m" and "b h d", changed.
         eps: float32.
-        feature_map: of `FEATURE_MAPS`.
+        feature_map: of `elementwise.FEATURE_MAPS`.
         work: float32 "4 d".
         y: "b n h m", stored numbers, written.
         normalizer: float32 "b h n", written: phi(q)^T z.
@@ -161,10 +139,10 @@ def forward(first, stop, qkv, s, z, eps, feature_map, work, y, normalizer):
         own = range(max(first - b * heads, 0), min(stop - b * heads, heads))
         for n in range(length):
             for h in own:
-                _map(qkv[b, n, 0, h], feature_map, q)
-                _map(qkv[b, n, 1, h], feature_map, k)
+                _take_mapped(qkv[b, n, 0, h], feature_map, q)
+                _take_mapped(qkv[b, n, 1, h], feature_map, k)
                 _take(qkv[b, n, 2, h], v)
-                total = _accumulated(z[b, h], k, q)
+                total = accumulated(z[b, h], k, q)
                 normalizer[b, h, n] = total
                 add_and_read(s[b, h], k, v, q, out)
                 _put_scaled(out, float32(1.0) / (total + eps), y[b, n, h])
@@ -199,8 +177,8 @@ def backward(
         own = range(max(first - b * heads, 0), min(stop - b * heads, heads))
         for n in range(length):
             for h in own:
-                _map(qkv[b, n, 0, h], feature_map, q)
-                _map(qkv[b, n, 1, h], feature_map, k)
+                _take_mapped(qkv[b, n, 0, h], feature_map, q)
+                _take_mapped(qkv[b, n, 1, h], feature_map, k)
                 _take(qkv[b, n, 2, h], v)
                 inverse = float32(1.0) / (normalizer[b, h, n] + eps)
                 _scaled(dy[b, n, h], inverse, dtop)
@@ -212,8 +190,8 @@ def backward(
                 _put_through_map(out, q, feature_map, dqkv[b, n, 0, h])
         for n in range(length - 1, -1, -1):
             for h in own:
-                _map(qkv[b, n, 0, h], feature_map, q)
-                _map(qkv[b, n, 1, h], feature_map, k)
+                _take_mapped(qkv[b, n, 0, h], feature_map, q)
+                _take_mapped(qkv[b, n, 1, h], feature_map, k)
                 _take(qkv[b, n, 2, h], v)
                 _scaled(dy[b, n, h], float32(1.0) / (normalizer[b, h, n] + eps), dtop)
                 _add_scaled(dz[b, h], q, dbottom[b, h, n])

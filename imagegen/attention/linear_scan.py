@@ -36,16 +36,33 @@ def takes(qkv: Float[Tensor, "b n three h d"], feature_map: FeatureMap) -> bool:
     once.
     """
     return (
-        type(qkv) is Tensor  # not one of those that stand for others while a model is traced
-        and qkv.device.type == "cpu"
-        and qkv.dtype in DTYPES
-        and qkv.shape[4] % VECTOR == 0
+        type(qkv)
+        is Tensor  # not one of those that take the place of others while a model is traced
+        and why_chunks(qkv.device, qkv.dtype, qkv.shape[4], feature_map) is None
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and isinstance(feature_map, FunctionMap)
-        and feature_map.function in _KNOWN
         and _loops() is not None
     )
+
+
+def why_chunks(
+    device: torch.device, dtype: torch.dtype, features: int, feature_map: FeatureMap
+) -> str | None:
+    """Why `LinearScan` cannot replace the chunks, on any CPU; None where it can.
+
+    Args:
+        dtype: of queries, keys and values.
+        features: of a head.
+    """
+    if device.type != "cpu":
+        return f"on {device.type}"
+    if dtype not in DTYPES:
+        return f"in {str(dtype).removeprefix('torch.')}"
+    if features % VECTOR:
+        return f"heads of {features} features, not a multiple of {VECTOR}"
+    if not isinstance(feature_map, FunctionMap) or feature_map.function not in _KNOWN:
+        return f"another feature map than {' and '.join(_KNOWN.values())}"
+    return None
 
 
 _KNOWN = {FUNCTIONS[name]: name for name in ("relu", "elu")}
@@ -79,7 +96,9 @@ class LinearScan(torch.autograd.Function):
     ]:
         loops = _loops()
         assert loops is not None
-        kind = loops.FEATURE_MAPS[_KNOWN[feature_map.function]]
+        from imagegen.core.compiled.elementwise import FEATURE_MAPS
+
+        kind = FEATURE_MAPS[_KNOWN[feature_map.function]]
         batch, length, _, heads, size = qkv.shape
         qkv = qkv.contiguous()
         y = qkv.new_empty(batch, length, heads, size)
@@ -148,10 +167,12 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 def machine_choice() -> Choice:
     """What goes through linear attention on this machine's CPU, and why."""
     try:
-        loops: Any = load("imagegen.attention.linear_loops")
+        load("imagegen.attention.linear_loops")
     except Exception as error:  # Numba missing, too old, or at odds with another package
         return Choice(CHUNKS, str(error))
-    sets = loops.target().instruction_sets
+    from imagegen.core.compiled import compile
+
+    sets = compile.target().instruction_sets
     if not {"AVX2", "NEON"} & set(sets):
         return Choice(CHUNKS, "this CPU has neither AVX2 nor NEON")
     return Choice("compiled recurrence", f"compiled for {', '.join(sets)}")

@@ -178,6 +178,14 @@ def training_precision(
     return {**options, **_as_lightning_takes_it(choice.value, options)}, choice
 
 
+def stored_dtype(precision: str) -> torch.dtype:
+    """Of what layers return under a precision of `training_precision`."""
+    import torch
+
+    kinds = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return kinds.get(precision.partition("-")[0], torch.float32)
+
+
 def _as_lightning_takes_it(precision: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if precision not in (TF32, "16-mixed"):
         return {"precision": precision}

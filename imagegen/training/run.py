@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +19,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from imagegen.attention.linear import LinearAttention
 from imagegen.checkpoint.reading import make_metadata, read_resume_state
 from imagegen.checkpoint.training_data import build_dataset, remember
 from imagegen.core.build import build_section
@@ -26,7 +28,14 @@ from imagegen.core.errors import UserError
 from imagegen.core.files import remove_leftovers, write_atomic
 from imagegen.core.installation import typed
 from imagegen.core.machine import AUTO as AUTO_PRECISION
-from imagegen.core.machine import TF32, Choice, describe, prepare, training_precision
+from imagegen.core.machine import (
+    TF32,
+    Choice,
+    describe,
+    prepare,
+    stored_dtype,
+    training_precision,
+)
 from imagegen.core.moved import with_current_names
 from imagegen.core.processes import is_first_process
 from imagegen.core.values import plain
@@ -147,6 +156,7 @@ class TrainingRun:
             "precision": precision.value,
             "precision_reason": precision.reason,
             "threads_reason": threads.reason,
+            **_linear_attention(model, device, precision.value),
         }
         # Whoever resumes this run says so anew.
         kept = [text for text in overrides if not text.startswith("resume=")]
@@ -263,6 +273,17 @@ def _checked(cfg: DictConfig) -> dict[str, Any]:
     check_logger(config["logger"])
     check_sharding(config["trainer"], config["callbacks"])
     return config
+
+
+def _linear_attention(
+    model: ImageTransformer, device: torch.device, precision: str
+) -> dict[str, str]:
+    """How linear attention is computed, where the model has some: all of its layers alike."""
+    for layer in model.modules():
+        if isinstance(layer, LinearAttention):
+            how = layer.computed(model.raster.length, device, stored_dtype(precision))
+            return {"linear_attention": how.value, "linear_attention_reason": how.reason}
+    return {}
 
 
 def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:

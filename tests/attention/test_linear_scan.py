@@ -12,7 +12,6 @@ from imagegen.attention.linear_scan import CHUNKS, LinearScan, _loops, machine_c
 from imagegen.core.compiled import compile
 from tests.reference import reference
 
-LOOPS = "imagegen.attention.linear_loops"
 compiled = pytest.mark.skipif(_loops() is None, reason="needs Numba, and AVX2 or NEON")
 
 
@@ -182,13 +181,20 @@ def test_the_normalizer_is_watched() -> None:
 
 def test_chunks_do_where_the_recurrence_cannot(scans: list[tuple[int, ...]]) -> None:
     x = images(16)
-    module()(x[:, :127])
-    module("learned")(x)
-    module().double()(x.double())
-    LinearAttention(16, 2, qk_norm=True)(x)
-    LinearAttention(12, 2)(images(12))
-
+    cases = {
+        "127 positions, fewer than 128": (module(), x[:, :127]),
+        "another feature map than relu and elu": (module("learned"), x),
+        "in float64": (module().double(), x.double()),
+        "attention.qk_norm normalises queries and keys": (LinearAttention(16, 2, qk_norm=True), x),
+        "heads of 6 features, not a multiple of 8": (LinearAttention(12, 2), images(12)),
+    }
+    for why, (attention, x) in cases.items():
+        attention(x)
+        assert str(attention.computed(x.shape[1], x.device, x.dtype)) == f"{CHUNKS}: {why}"
     assert not scans
+    elsewhere = module().computed(200, torch.device("cuda"), torch.float32)
+    assert str(elsewhere) == f"{CHUNKS}: on cuda"
+    assert module().computed(200, x.device, torch.bfloat16) == machine_choice()
 
 
 def test_without_compiled_loops_chunks_do(
@@ -225,7 +231,7 @@ def test_the_processor_decides(
     features: dict[str, bool], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = compile.target()._replace(features=features)
-    monkeypatch.setattr(linear_scan.load(LOOPS), "target", lambda: other)
+    monkeypatch.setattr(compile, "target", lambda: other)
     assert str(machine_choice()) == chosen
 
 

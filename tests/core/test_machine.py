@@ -364,6 +364,8 @@ def test_runs_say_and_record_it(
     assert summary["machine"]["usable_cpus"] >= 1
     assert summary["machine"]["precision_reason"]
     assert "can be used" in summary["machine"]["threads_reason"]
+    assert summary["machine"]["linear_attention"] == "chunks of PyTorch's operations"
+    assert summary["machine"]["linear_attention_reason"] == "64 positions, fewer than 128"
     assert summary["machine"]["tf32"] is False
     assert f"precision: {expected}" in (run / "config.yaml").read_text()
     for name in ("best", "last"):

@@ -1,4 +1,4 @@
-"""Norms and activations in place, for a few rows at a time; each row is computed by itself.
+"""Norms, activations and feature maps, for a few rows at a time; each row is computed by itself.
 
 Axes: `r` row, `e` feature.
 """
@@ -14,8 +14,10 @@ from numba.extending import intrinsic
 
 from imagegen.core.compiled.compile import compiled, fast, inline
 
-RELU, GELU, SILU = 0, 1, 2
+RELU, GELU, SILU, ELU = 0, 1, 2, 3
 ACTIVATIONS = {"relu": RELU, "gelu": GELU, "silu": SILU}
+FEATURE_MAPS = {"relu": RELU, "elu": ELU}
+"""Of linear attention; ELU is elu(x) + 1."""
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 
@@ -112,6 +114,27 @@ def gelu32(x):
     p = p * t + float32(0.254829592)
     tail = float32(0.5) * p * t * exp32(-z * z)
     return x * (float32(1.0) - tail if x > 0 else tail)
+
+
+@no_type_check
+@inline()
+def feature32(x, kind):
+    """phi(x) with a map of `FEATURE_MAPS`; nan stays nan."""
+    mapped = max(x, float32(0.0))
+    if kind == ELU:
+        mapped += exp32(min(x, float32(0.0)))
+    return mapped if x == x else x
+
+
+@no_type_check
+@fast()
+def accumulated(z, k, q):
+    """z += k; the sum of q z."""
+    total = float32(0.0)
+    for i in range(z.shape[0]):
+        z[i] += k[i]
+        total += q[i] * z[i]
+    return total
 
 
 @no_type_check

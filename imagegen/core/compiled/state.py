@@ -28,8 +28,8 @@ from imagegen.core.compiled.vectors import (
 )
 
 
-def _pass(vectors: int, updates: bool, decays: bool = False) -> Any:
-    """A pass over `vectors` times 8 columns of a state; all by address, the stride in numbers."""
+def _pass(updates: bool, decays: bool = False) -> Any:
+    """A pass over a state; all by address, the stride in numbers."""
 
     @no_type_check
     @intrinsic
@@ -43,18 +43,34 @@ def _pass(vectors: int, updates: bool, decays: bool = False) -> Any:
         v: Any,
         out: Any,
         d: Any,
+        m: Any,
     ) -> Any:
         at, count = types.uintp, types.intp
-        signature = types.void(at, count, at, at, at, at, at, count)
+        signature = types.void(at, count, at, at, at, at, at, count, count)
         return signature, lambda context, builder, sig, args: _emit(
-            context, builder, args, vectors, updates, decays
+            context, builder, args, updates, decays
         )
 
     return state_pass
 
 
-def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool, decays: bool) -> Any:
-    state, stride, decay, k, q, v, out, d = args
+def _emit(context: Any, builder: Any, args: Any, updates: bool, decays: bool) -> Any:
+    """4 vectors of columns at a time, then the others one by one."""
+    state, stride, decay, k, q, v, out, d, m = args
+    done = ir.Constant(m.type, 0)
+    for vectors in (4, 1):
+        width = vectors * LANES
+        count = builder.udiv(builder.sub(m, done), ir.Constant(m.type, width))
+        with cgutils.for_range(builder, count) as loop:
+            offset = scaled(builder, builder.add(done, scaled(builder, loop.index, width)), FLOAT)
+            moved_on = (builder.add(address, offset) for address in (state, v, out))
+            _emit_columns(builder, (*moved_on, stride, decay, k, q, d), vectors, updates, decays)
+        done = builder.add(done, scaled(builder, count, width))
+    return context.get_dummy_value()
+
+
+def _emit_columns(builder: Any, args: Any, vectors: int, updates: bool, decays: bool) -> None:
+    state, v, out, stride, decay, k, q, d = args
     columns = range(vectors)
     fma = multiply_add(builder)
     bytes_a_row = scaled(builder, stride, FLOAT)
@@ -91,12 +107,9 @@ def _emit(context: Any, builder: Any, args: Any, vectors: int, updates: bool, de
             builder.store(fma(query, now, builder.load(sums[j])), sums[j])
     for j in columns:
         store(builder, builder.load(sums[j]), column(out, j))
-    return context.get_dummy_value()
 
 
-_update4, _update1 = _pass(4, True, True), _pass(1, True, True)
-_add4, _add1 = _pass(4, True), _pass(1, True)
-_read4, _read1 = _pass(4, False), _pass(1, False)
+_update, _add, _read = _pass(True, True), _pass(True), _pass(False)
 
 
 @no_type_check
@@ -111,23 +124,9 @@ def update_and_read(state, decay, k, v, q, out):
         out: float32 "m", written.
     """
     d, m = state.shape
+    k_at, q_at, v_at, out_at = k.ctypes.data, q.ctypes.data, v.ctypes.data, out.ctypes.data
     stride = state.strides[0] // FLOAT
-    at, decay_at, k_at, q_at = (
-        state.ctypes.data,
-        decay.ctypes.data,
-        k.ctypes.data,
-        q.ctypes.data,
-    )
-    v_at, out_at = v.ctypes.data, out.ctypes.data
-    j = 0
-    while j < m:
-        offset = j * FLOAT
-        if m - j >= 32:
-            _update4(at + offset, stride, decay_at, k_at, q_at, v_at + offset, out_at + offset, d)
-            j += 32
-        else:
-            _update1(at + offset, stride, decay_at, k_at, q_at, v_at + offset, out_at + offset, d)
-            j += 8
+    _update(state.ctypes.data, stride, decay.ctypes.data, k_at, q_at, v_at, out_at, d, m)
 
 
 @no_type_check
@@ -135,18 +134,8 @@ def update_and_read(state, decay, k, v, q, out):
 def add_and_read(state, k, v, q, out):
     """S += k v^T, out = S^T q; see `update_and_read`."""
     d, m = state.shape
-    stride = state.strides[0] // FLOAT
-    at, k_at, q_at = state.ctypes.data, k.ctypes.data, q.ctypes.data
-    v_at, out_at = v.ctypes.data, out.ctypes.data
-    j = 0
-    while j < m:
-        offset = j * FLOAT
-        if m - j >= 32:
-            _add4(at + offset, stride, k_at, k_at, q_at, v_at + offset, out_at + offset, d)
-            j += 32
-        else:
-            _add1(at + offset, stride, k_at, k_at, q_at, v_at + offset, out_at + offset, d)
-            j += 8
+    k_at, q_at, v_at, out_at = k.ctypes.data, q.ctypes.data, v.ctypes.data, out.ctypes.data
+    _add(state.ctypes.data, state.strides[0] // FLOAT, k_at, k_at, q_at, v_at, out_at, d, m)
 
 
 @no_type_check
@@ -154,14 +143,6 @@ def add_and_read(state, k, v, q, out):
 def read(state, q, out):
     """out = S^T q; see `update_and_read`."""
     d, m = state.shape
+    q_at = q.ctypes.data
     stride = state.strides[0] // FLOAT
-    at, q_at, out_at = state.ctypes.data, q.ctypes.data, out.ctypes.data
-    j = 0
-    while j < m:
-        offset = j * FLOAT
-        if m - j >= 32:
-            _read4(at + offset, stride, q_at, q_at, q_at, q_at, out_at + offset, d)
-            j += 32
-        else:
-            _read1(at + offset, stride, q_at, q_at, q_at, q_at, out_at + offset, d)
-            j += 8
+    _read(state.ctypes.data, stride, q_at, q_at, q_at, q_at, out.ctypes.data, d, m)

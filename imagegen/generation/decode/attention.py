@@ -14,11 +14,17 @@ from numba import float32
 
 from imagegen.attention.delta import L2_EPS
 from imagegen.core.compiled.compile import compiled, fast
-from imagegen.core.compiled.elementwise import exp32, normalize_row, silu_, softplus32
+from imagegen.core.compiled.elementwise import (
+    accumulated,
+    exp32,
+    feature32,
+    normalize_row,
+    silu_,
+    softplus32,
+)
 from imagegen.core.compiled.state import read, update_and_read
 from imagegen.core.compiled.vectors import LANES
 from imagegen.generation.decode.mixers import (
-    FEATURE_MAPS,
     FIXED,
     LAYER_NORM,
     LOG_SIGMOID,
@@ -27,8 +33,6 @@ from imagegen.generation.decode.mixers import (
     NO_NORM,
     SILU,
 )
-
-ELU = FEATURE_MAPS["elu"]
 
 
 def work_size(d: int, m: int, length: int) -> int:
@@ -39,24 +43,8 @@ def work_size(d: int, m: int, length: int) -> int:
 @no_type_check
 @fast()
 def _map(x, feature_map):
-    """x = phi(x), in place."""
-    if feature_map == ELU:
-        for i in range(x.shape[0]):
-            x[i] = max(x[i], float32(0.0)) + exp32(min(x[i], float32(0.0)))
-    else:
-        for i in range(x.shape[0]):
-            x[i] = max(x[i], float32(0.0))
-
-
-@no_type_check
-@fast()
-def _accumulated(z, k, q):
-    """z += k; the sum of q z."""
-    total = float32(0.0)
-    for i in range(z.shape[0]):
-        z[i] += k[i]
-        total += q[i] * z[i]
-    return total
+    for i in range(x.shape[0]):
+        x[i] = feature32(x[i], feature_map)
 
 
 @no_type_check
@@ -87,7 +75,7 @@ def linear_attention(given, s, z, ones, mix, first, stop, y):
             _map(head[: 2 * d], mix.feature_map)
             q, k, v = head[:d], head[d : 2 * d], head[2 * d : 2 * d + m]
             out = y[r, h * m : (h + 1) * m]
-            normalizer = _accumulated(z[r, h], k, q)
+            normalizer = accumulated(z[r, h], k, q)
             update_and_read(s[r, h], ones, k, v, q, out)
             _scale(out, float32(1.0) / (normalizer + eps))
 

@@ -29,9 +29,9 @@ from imagegen.attention.gla import GatedLinearAttention
 from imagegen.attention.linear import LinearAttention, LinearState
 from imagegen.attention.retention import Retention
 from imagegen.attention.softmax import SoftmaxAttention, SoftmaxState
+from imagegen.core.compiled.elementwise import FEATURE_MAPS
 from imagegen.core.compiled.vectors import LANES
 
-FEATURE_MAPS = {"elu": 0, "relu": 1}
 NO_DECAY, FIXED, LOG_SIGMOID, SOFTPLUS = 0, 1, 2, 3
 NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
 NO_GATE, SILU, SIGMOID = 0, 1, 2
@@ -41,7 +41,7 @@ class MixSettings(NamedTuple):
     """What tells the mechanisms apart.
 
     Attributes:
-        feature_map: of `LinearMix`.
+        feature_map: of `LinearMix`, one of `elementwise.FEATURE_MAPS`.
         d, m, true_m: features of a query and of a value, padded and not.
         decay: what the decays are made of: nothing, `rates` alone, or numbers x of the group as
             exp(-rate softplus(-x)) (LOG_SIGMOID) or exp(-rate softplus(x)) (SOFTPLUS).
