@@ -65,34 +65,40 @@ class Table:
         return [*self.base, *data, *self.rows[row]]
 
 
-def speed(name: str, table: Table, out: Path, rounds: int) -> None:
-    """Seconds a training step and images/s when generating: medians over interleaved rounds."""
+def _prepared(table: Table, row: str) -> tuple[Any, Any, Any]:
+    """The module of a row, its optimizer and the images of three batches."""
     import torch
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     from imagegen.cli.entry import compose
     from imagegen.core.build import build
-    from imagegen.core.memory import keep_freed_memory
     from imagegen.data.base import ImageDataset
-    from imagegen.generation.sampling_loop import generate
     from imagegen.model.transformer import ImageTransformer
     from imagegen.training.model_options import model_options
     from imagegen.training.module import ImageModule
     from imagegen.training.optimizers import build_optimizer
 
+    cfg = compose("train", [*table.options_of(row), "logger=none"])
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
+    dataset = build(config["dataset"], ImageDataset)
+    dataset.prepare()
+    images = torch.from_numpy(dataset.split("train").images[: 3 * cfg.batch_size].copy())
+    torch.manual_seed(0)
+    model = ImageTransformer.from_options(dataset.spec, **model_options(config, dataset))
+    optimizer = instantiate(cfg.optimizer)
+    return ImageModule(model, optimizer), build_optimizer(optimizer, model), images
+
+
+def speed(name: str, table: Table, out: Path, rounds: int) -> None:
+    """Seconds of a training step and images/s when generating: medians over interleaved rounds."""
+    import torch
+
+    from imagegen.core.memory import keep_freed_memory
+    from imagegen.generation.sampling_loop import generate
+
     keep_freed_memory()  # as train.py does
-    made: dict[str, Any] = {}
-    for row in table.rows:
-        cfg = compose("train", [*table.options_of(row), "logger=none"])
-        config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
-        dataset = build(config["dataset"], ImageDataset)
-        dataset.prepare()
-        images = torch.from_numpy(dataset.split("train").images[: 3 * cfg.batch_size].copy())
-        torch.manual_seed(0)
-        model = ImageTransformer.from_options(dataset.spec, **model_options(config, dataset))
-        optimizer = instantiate(cfg.optimizer)
-        made[row] = (ImageModule(model, optimizer), build_optimizer(optimizer, model), images)
+    made = {row: _prepared(table, row) for row in table.rows}
     steps: dict[str, list[float]] = {row: [] for row in made}
     drawn: dict[str, list[float]] = {row: [] for row in made}
     for turn in range(rounds + 1):

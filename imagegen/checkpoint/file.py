@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from imagegen.core.errors import UserError
+from imagegen.core.installation import typed
 
 MAX_PICKLE = 1 << 26
 
@@ -78,7 +79,7 @@ def read_checkpoint_file(path: Path) -> Mapping[str, Any]:
 def not_ours(path: Path) -> UserError:
     """The refusal of a file that is something else."""
     return UserError(
-        f"{path} is not a checkpoint of imagegen; give a .ckpt file that train.py wrote."
+        f"{path} is not a checkpoint of imagegen; give a .ckpt file that {typed('train')} wrote."
     )
 
 

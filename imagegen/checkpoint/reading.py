@@ -19,6 +19,7 @@ from imagegen.checkpoint import weights_folder
 from imagegen.checkpoint.file import is_modest, not_ours, read_checkpoint_file
 from imagegen.checkpoint.fit import check_fit, misfit
 from imagegen.core.errors import UserError
+from imagegen.core.installation import typed
 from imagegen.core.moved import with_current_names
 from imagegen.core.spec import ImageSpec
 from imagegen.model.transformer import ImageTransformer, known_options
@@ -129,7 +130,7 @@ def read_resume_state(path: str | Path) -> dict[str, Any]:
     if path.suffix == weights_folder.SUFFIX:
         raise UserError(
             f"{path} holds weights only, so no training can continue from it; give a .ckpt file "
-            "that train.py wrote."
+            f"that {typed('train')} wrote."
         )
     content = read_checkpoint_file(path)
     metadata = _metadata(content.get(KEY), path)

@@ -378,6 +378,7 @@ def _fits(value: Any, default: Any, base: DictConfig, key: str) -> bool:
 
     Lists, null and interpolations are left to the code that uses them.
     """
+    # Not by `build.check_section`: it needs a class, and most sections have but their defaults.
     allowed = {bool: (bool,), int: (int,), float: (int, float)}.get(type(default))
     interpolated = isinstance(value, str) and "${" in value
     if allowed is None or interpolated or not isinstance(value, (bool, int, float, str)):

@@ -140,12 +140,12 @@ def out_folder(value: object, parent: str) -> Path:
         return absolute(Path(parent) / name[:-3])
     if not str(value).strip():
         raise UserError(f"out is empty; name a folder, such as out={parent}/first.")
-    return absolute(str(value))
+    return one_path(value, "out")
 
 
 def one_path(value: object, name: str) -> Path:
     """One path, absolute."""
-    if as_list(value) is not None or not str(value).strip():
+    if isinstance(value, Mapping) or as_list(value) is not None or not str(value).strip():
         raise UserError(f"{name}={as_typed(value)}, but it must be one path.")
     return absolute(str(value))
 
@@ -168,4 +168,8 @@ def as_typed(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_typed(each)}" for key, each in value.items()) + "}"
+    if (values := as_list(value)) is not None:
+        return f"[{','.join(map(as_typed, values))}]"
     return str(value)

@@ -91,6 +91,11 @@ class Region:
                 f"visible={self.typed} ends at row {top + rows} and column {left + columns}, but "
                 f"the images have {height}x{width} pixels (height x width)."
             )
+        if (rows, columns) == (height, width):
+            raise UserError(
+                f"visible={self.typed} keeps nothing of the image; name a smaller rectangle, or "
+                "visible=0 to draw all of it."
+            )
         visible[:] = True
         visible[top : top + rows, left : left + columns] = False
 

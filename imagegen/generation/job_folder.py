@@ -27,6 +27,7 @@ from imagegen.core.files import (
     staged_folder,
     write_atomic,
 )
+from imagegen.core.installation import typed
 from imagegen.generation.images import encode_png, save_png
 
 MANIFEST = "manifest.json"
@@ -141,7 +142,8 @@ def job_folder(
             lock = lock_folder(path, shared)
         except BlockingIOError as error:
             raise UserError(
-                f"another sample.py is writing to {out}; wait for it to end, or choose another out."
+                f"another {typed('sample')} is writing to {out}; wait for it to end, or choose "
+                "another out."
             ) from error
         try:
             earlier = read_manifest(path)
@@ -187,7 +189,8 @@ def check_out(out: Path) -> None:
         and all(_IMAGE_NAME.fullmatch(name) or name.endswith(".partial") for name in images)
     ):
         raise UserError(
-            f"out={out} holds files that sample.py did not write; name a new or an empty folder."
+            f"out={out} holds files that {typed('sample')} did not write; name a new or an empty "
+            "folder."
         )
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from imagegen.core.installation import CONF
 from imagegen.core.moved import current_name
-from imagegen.core.values import as_list, as_typed
+from imagegen.core.values import as_typed
 
 _PLACES = ("resume", "dataset.root", "dataset.cache", "dataset.download", "logger")
 _ENDINGS = (".dirpath", ".folder")
@@ -86,9 +86,7 @@ def _flat(config: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str
         elif key == "_target_":
             yield above, _choice(above, str(current_name(value)))
         else:
-            # A list is typed without spaces.
-            typed = as_typed(value)
-            yield name, typed if as_list(value) is None else typed.replace(" ", "")
+            yield name, as_typed(value)
 
 
 def _choice(group: str, target: str) -> str:

@@ -25,6 +25,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from imagegen.checkpoint.reading import KEY, read_metadata
 from imagegen.core.errors import UserError
+from imagegen.core.installation import typed
 from imagegen.core.override_syntax import touched
 from imagegen.core.values import plain
 from imagegen.data.loading import TrainOrder
@@ -188,7 +189,7 @@ class Beginning(Callback):
         if any(part not in checkpoint for part in ("loops", "callbacks", "lr_schedulers")):
             raise UserError(
                 f"{trainer.ckpt_path} holds weights only, so no training can continue from it; "
-                "give a .ckpt file that train.py wrote."
+                f"give a .ckpt file that {typed('train')} wrote."
             )
         loop = checkpoint["loops"]["fit_loop"]
         epochs = loop["epoch_progress"]["current"]["processed"]

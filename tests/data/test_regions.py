@@ -41,7 +41,7 @@ def test_sides_are_kept(typed: object, kept: tuple[slice, ...]) -> None:
         ("hole:0.33", np.s_[2:4, 3:6]),
         ("hole:0.01", np.s_[2:3, 4:5]),
         ("rectangle:[1,2,3,4]", np.s_[1:4, 2:6]),
-        ("rectangle:[0, 0, 6, 9]", np.s_[:]),
+        ("rectangle:[0, 0, 6, 8]", np.s_[:, :8]),
         ("rectangle:5,8,1,1", np.s_[5:, 8:]),
     ],
 )
@@ -127,6 +127,11 @@ def test_visible_pixels_of_several_images() -> None:
         as_visible(expected, 3, HEIGHT, WIDTH)
     with pytest.raises(UserError, match="visible_rows=7 must lie between 0 and the height, 6"):
         as_visible([7], 1, HEIGHT, WIDTH)
+
+
+def test_a_rectangle_leaves_something() -> None:
+    with pytest.raises(UserError, match=r"rectangle:\[0,0,6,9\] keeps nothing of the image"):
+        read_region("rectangle:[0,0,6,9]").visible(6, 9)
 
 
 def test_a_manifest_tells_regions_apart() -> None:

@@ -152,10 +152,23 @@ def test_files_of_others_are_never_replaced(grey: Path, tmp_path: Path, own: str
     (out / own).parent.mkdir(parents=True)
     (out / own).write_text("mine")
     before = tree(tmp_path)
-    with pytest.raises(UserError, match=r"out=.*out holds files that sample.py did not write"):
+    with pytest.raises(UserError, match=r"out=.*out holds files that .* did not write"):
         sample(grey, out, "n=1")
     assert tree(tmp_path) == before
     assert (out / own).read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["python sample.py", "imagegen sample"])
+def test_messages_name_the_command_as_typed(
+    command: str, grey: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [command.removeprefix("python "), "n=1"])
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UserError, match=f"holds files that {command} did not write"):
+        sample(grey, tmp_path, "n=1")
+    foreign = command.replace("sample", "train")
+    with pytest.raises(UserError, match=f"not a checkpoint of imagegen; .* that {foreign} wrote"):
+        sample(tmp_path / "notes.txt", tmp_path / "out", "n=1")
 
 
 def test_default_folder_is_named_by_the_time(

@@ -128,6 +128,15 @@ def _is_there(pid: int) -> bool:
     return True
 
 
+def _assert_same_metrics(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
+    assert [row["step"] for row in rows] == [str(step) for step in range(12)]
+    for row, other in zip(rows, expected, strict=True):
+        for name in ("train/bits_per_dim", "val/bits_per_dim", "train/gradient_norm"):
+            assert bool(row[name]) == bool(other[name])
+            if row[name]:
+                assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-5)
+
+
 def test_two_processes_do_what_one_does_also_when_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,13 +168,7 @@ def test_two_processes_do_what_one_does_also_when_interrupted(
     assert run_train(monkeypatch, f"resume={two}", _spy(spied)) == 0
     _assert_none_is_left(spied)
 
-    rows, expected = read_rows(two), read_rows(one)
-    assert [row["step"] for row in rows] == [str(step) for step in range(12)]
-    for row, other in zip(rows, expected, strict=True):
-        for name in ("train/bits_per_dim", "val/bits_per_dim", "train/gradient_norm"):
-            assert bool(row[name]) == bool(other[name])
-            if row[name]:
-                assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-5)
+    _assert_same_metrics(read_rows(two), read_rows(one))
 
     # The same images at every step, none twice.
     alone, shares = _notes(tmp_path / "spy1", 0), [_notes(spied, rank) for rank in (0, 1)]
