@@ -7,7 +7,7 @@
 #   docker run --rm --gpus all -v ... imagegen-cuda dataset=mnist trainer=gpu
 #   docker run --rm -v ... --entrypoint python imagegen sample.py ckpt=outputs/... out=outputs/samples
 #
-# What stands after the image's name goes to train.py. Mounted folders must be writable by user 1000,
+# What follows the image's name goes to train.py. Mounted folders must be writable by user 1000,
 # or by the user that `--user "$(id -u):$(id -g)"` names. wandb is offline unless WANDB_API_KEY is
 # passed with `-e WANDB_API_KEY`.
 #

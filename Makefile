@@ -72,7 +72,7 @@ test-slow: $(INSTALLED_TEST) ## the tests that take more than a few seconds
 gpu: $(INSTALLED_TEST) ## all that needs a CUDA GPU: checks and measurements in 12 minutes (OUT=folder)
 	$(with_data) $(PY) benchmarks/gpu.py $(if $(OUT),--out "$(OUT)") $(if $(DEVICE),--device $(DEVICE))
 
-# Real data, where a checkout of it lies beside this one; tests that need it are skipped otherwise.
+# Real data, where a checkout of it is beside this one; tests that need it are skipped otherwise.
 with_data = if [ -z "$$IMAGEGEN_SHARED_DATA" ] && [ -d ../shared/data ]; then \
 	export IMAGEGEN_SHARED_DATA="$$(cd ../shared/data && pwd)"; fi;
 
@@ -88,7 +88,7 @@ lint: $(INSTALLED_TEST) ## linter, formatter and types only
 drawing: $(INSTALLED_TEST) ## the rooms of the package and the imports between them: docs/rooms.svg
 	$(PY) docs/rooms.py
 
-format: $(INSTALLED_TEST) ## format the code and mend what the linter can
+format: $(INSTALLED_TEST) ## format the code and fix what the linter can
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 

@@ -5,7 +5,7 @@
 
 Each mechanism, small and with its own options from conf/attention/, runs step by step in place and
 in its parallel form, in float32 and under bfloat16 autocast, and is compared with the parallel form
-of the same weights in float64. Rows are written as they come; a call that was interrupted goes on
+of the same weights in float64. Rows are written as they come; a call that was interrupted continues
 where it was.
 """
 

@@ -94,7 +94,7 @@ def main() -> None:
         for name, seconds in spent.items():
             per_step = sorted(1e3 * s / options.steps for s in seconds)
             lines.append(
-                f"{name} {statistics.median(per_step):.3f} ms a step "
+                f"{name} {statistics.median(per_step):.3f} ms per step "
                 f"({per_step[0]:.3f} to {per_step[-1]:.3f})"
             )
         print(f"batch {batch}: {', '.join(lines)}; ratio {ratio(spent):.1f}", flush=True)

@@ -4,7 +4,7 @@
 train.py and imagegen evaluate for each row and seed. A row gets the number of steps that fit into
 the table's budget at the speed that `speed` measured, so that the result does not depend on what
 else the machine does meanwhile; `speed` comes first there. Finished runs are kept, so that an
-interrupted call goes on where it was.
+interrupted call continues where it was.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def table_of(name: str, table: Table, out: Path) -> str:
     measured = json.loads((out / f"{name}-speed.json").read_text())["mechanisms"]
     seeds = sorted({seed for row in table.rows for seed in table.seeds_of(row)})
     head = [name, *(f"{table.split} bits/dim, seed {seed}" for seed in seeds), "steps"]
-    head += ["ms a step", "batch", "images/s generating", "parameters"]
+    head += ["ms per step", "batch", "images/s generating", "parameters"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in table.rows:
         cells = [row]

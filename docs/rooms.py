@@ -1,6 +1,6 @@
 """Draw the rooms of the package and the imports between them: `make drawing` writes docs/rooms.svg.
 
-Rooms stand in the order of the import-linter contract in pyproject.toml. An arc at the right leads
+Rooms are in the order of the import-linter contract in pyproject.toml. An arc at the right leads
 down to what a room imports, as wide as there are importing modules; one at the left would lead up.
 """
 

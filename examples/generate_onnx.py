@@ -6,7 +6,7 @@
 `model.onnx` is one step of the model: from the value before, the position and the state it gives
 the parameters of the next value's distribution, and the next state. All that is left to do here is
 to draw a value from the distribution, and to hand the state on. The random numbers are those of
-sample.py, so the images are too, but for values that lie on the border between two levels to the
+sample.py, so the images are too, but for values that are on the border between two levels to the
 last digits.
 """
 
@@ -45,7 +45,7 @@ def generate(path: str | Path, n: int, seed: int = 0, label: int = -1) -> np.nda
     }
     names = [entry.name for entry in session.get_outputs()]
     values = np.zeros((n, steps, values_per_step), np.int64)
-    token = values[:, 0]  # Ignored at position 0, for no value lies before it.
+    token = values[:, 0]  # Ignored at position 0, because no value is before it.
     for position in range(steps):
         feed = {"token": token, "position": np.array(position), **labels, **state}
         found = dict(zip(names, session.run(names, feed), strict=True))

@@ -1,4 +1,4 @@
-"""The example mechanism of CONTRIBUTING.md does what is said there, as it stands there."""
+"""The example mechanism of CONTRIBUTING.md does what is said there, exactly as printed there."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def takes(qkv: Float[Tensor, "b n three h d"], feature_map: FeatureMap) -> bool:
     once.
     """
     return (
-        type(qkv)
-        is Tensor  # not one of those that take the place of others while a model is traced
+        type(qkv) is Tensor  # not a stand-in of a model that is traced
         and why_chunks(qkv.device, qkv.dtype, qkv.shape[4], feature_map) is None
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ class StateSpaceDuality(DecayAttention):
         context: see `DecayAttention`.
 
     Raises:
-        UserError: for sizes below one, or ranges that are none.
+        UserError: for sizes below one, or ranges whose end is not above their start.
     """
 
     def __init__(

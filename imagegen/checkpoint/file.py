@@ -86,8 +86,8 @@ def not_ours(path: Path) -> UserError:
 def is_modest(content: object, most: int) -> bool:
     """Whether plain containers have at most `most` entries.
 
-    One that holds another several times counts it each time, for whoever walks through it meets it
-    as often; one that holds itself has no end.
+    One that holds another several times counts it each time, because whoever walks through it meets
+    it as often; one that holds itself has no end.
     """
     waiting, seen = [content], 0
     while waiting:

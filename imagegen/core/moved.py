@@ -1,6 +1,6 @@
 """Names of earlier versions, and what they are called now.
 
-Checkpoints and typed options keep names of classes for ever; commands had modules as names.
+Checkpoints and typed options keep names of classes forever; commands had modules as names.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ImageSpec:
                     f"image {name} is {value!r}, but it must be a whole number of at least 1."
                 )
         if not 2 <= self.levels <= 256:
-            raise UserError(f"image levels is {self.levels}, but it must lie between 2 and 256.")
+            raise UserError(f"image levels is {self.levels}, but it must be between 2 and 256.")
         if self.dims > MAX_DIMS:
             raise UserError(
                 f"images of {self.height}x{self.width}x{self.channels} have {self.dims} "

@@ -6,7 +6,7 @@ What each kind of file becomes:
 - Transparency (an alpha channel, or a transparent colour of a palette or an 8-bit image) is laid
   over white.
 - Palettes become the colours that they index; 1-bit images become 0 and 255.
-- 16 bits a channel lose the lower eight, grey and colour alike. Other whole numbers and
+- 16 bits per channel lose the lower eight, grey and colour alike. Other whole numbers and
   floating-point values have no known range and are refused.
 - CMYK and YCbCr become RGB by the plain formulas.
 - Of an animation or a file of several pages the first image counts.

@@ -228,5 +228,5 @@ def _height_and_width(size: object) -> tuple[int, int]:
 
 def _fraction(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise UserError(f"dataset.{name}={value}, but it must lie between 0 and 1.")
+        raise UserError(f"dataset.{name}={value}, but it must be between 0 and 1.")
     return float(value)

@@ -148,7 +148,7 @@ def as_visible(
         raise UserError(f"visible rows are given for {len(visible)} of {n} images.")
     for rows in visible:
         if not 0 <= rows <= height:
-            raise UserError(f"visible_rows={rows} must lie between 0 and the height, {height}.")
+            raise UserError(f"visible_rows={rows} must be between 0 and the height, {height}.")
     kept = np.arange(height) < np.asarray(visible, dtype=np.int64).reshape(n, 1)
     return np.repeat(kept[:, :, None], width, axis=2)
 

@@ -194,7 +194,7 @@ def _sentences(what: str, advice: str = "check or replace the files there") -> I
 @contextmanager
 def _network_timeout() -> Iterator[None]:
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(NETWORK_TIMEOUT_SECONDS)  # torchvision would wait for ever
+    socket.setdefaulttimeout(NETWORK_TIMEOUT_SECONDS)  # torchvision would wait without a limit
     try:
         yield
     finally:

@@ -139,7 +139,7 @@ def read_code(path: Path) -> tuple[int, bytes, bytes, str | None, UInt32[np.ndar
         before 3), and the code.
 
     Raises:
-        UserError: for a file that cannot be read, is none of ours, is newer, or is damaged.
+        UserError: for a file that cannot be read, is not one of ours, is newer, or is damaged.
     """
     try:
         content = path.read_bytes()

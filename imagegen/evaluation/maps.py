@@ -153,7 +153,7 @@ def heat(share: Float64[np.ndarray, "*s"]) -> UInt8[np.ndarray, "*s 3"]:
 
 @cache
 def legend(width: int, spec: ImageSpec) -> UInt8[np.ndarray, "H W 3"]:
-    """The colour scale of all maps, to lie below a picture of this width."""
+    """The colour scale of all maps, to be put below a picture of this width."""
     strip = Image.new("RGB", (width, CAPTION_HEIGHT), (PADDING_VALUE,) * 3)
     drawn, font = ImageDraw.Draw(strip), caption_font()
     low, high = "bits: 0", f"{most_bits(spec):.3g} or more"

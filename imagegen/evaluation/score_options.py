@@ -78,5 +78,5 @@ class ScoreOptions:
             ensure_writable(options.out)
             maps = options.maps
             if maps and (options.out.is_relative_to(maps) or maps.is_relative_to(options.out)):
-                raise UserError(f"out={options.out} lies in maps={maps}; name a file elsewhere.")
+                raise UserError(f"out={options.out} is in maps={maps}; name a file elsewhere.")
         return options

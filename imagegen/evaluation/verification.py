@@ -94,4 +94,4 @@ def _images(
             raise
         reason = str(error)
     random = np.random.default_rng(0).integers(0, model.spec.levels, (count, *model.spec.shape))
-    return random.astype(np.uint8), f"random, for {reason.rstrip('.')}"
+    return random.astype(np.uint8), f"random, because {reason.rstrip('.')}"

@@ -175,7 +175,7 @@ def labels_of(
         known: number of classes that the model knows; None for a model without.
 
     Raises:
-        UserError: for a model without classes, and for names and numbers that are none of them.
+        UserError: for a model without classes, and for names and numbers of no class.
     """
     if value is None:
         return None

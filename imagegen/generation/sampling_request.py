@@ -59,14 +59,14 @@ class SamplingRequest:
         precision: str = "auto",
         watch: Watch | None = None,
     ) -> SamplingRequest:
-        """What a user asks for, checked.
+        """The request of a user, checked.
 
         Raises:
             UserError: for labels or controls that the model does not have, or a seed or precision
             that there is not.
         """
         if not 0 <= seed < 2**64:
-            raise UserError(f"seed={seed} must lie between 0 and 2^64 - 1.")
+            raise UserError(f"seed={seed} must be between 0 and 2^64 - 1.")
         controls = controls or Controls()
         model.head.check(controls)
         if labels is not None:

@@ -55,7 +55,7 @@ class Turned:
         return turn_back(torch.from_numpy(drawn), torch.from_numpy(orientation)).numpy()
 
     def watched(self, watch: Watch) -> Watch:
-        """`watch`, told of the images as they are."""
+        """`watch`, called with the images as they are."""
 
         def tell(shot: Snapshot) -> None:
             known = self.back(shot.known[..., None].astype(np.uint8), shot.which)[..., 0] > 0

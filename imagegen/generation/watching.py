@@ -1,4 +1,4 @@
-"""Images while they are drawn, for whoever looks on.
+"""Images while they are drawn, for those who watch.
 
 Axes: `b` batch, `n` position, `m` position from the first one drawn on, `s` values per step,
 `h w c` height, width, channel.
@@ -45,7 +45,7 @@ Watch = Callable[[Snapshot], None]
 
 
 class Growth:
-    """Follows some sequences while they are drawn, and tells of them.
+    """Follows some sequences while they are drawn, and reports them.
 
     Called with rows and the step before which all of their values are drawn, from any thread. What
     `progress` or `watch` raises comes through, which ends the drawing.
@@ -100,7 +100,7 @@ class Growth:
 
     def snapshot(self) -> Snapshot:
         """The images as they are now."""
-        # First how far they are: they go on meanwhile, and what is not counted is left out.
+        # First how far they are: they continue meanwhile, and what is not counted is left out.
         known = _known_steps(self.reached.copy(), self.raster.length)
         sequence = torch.from_numpy(self.drawn().copy())
         if self.prefix is not None:

@@ -46,7 +46,7 @@ class Controls:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name}={value} must be a finite number of at least 0.")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must lie above 0 and at most at 1.")
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1.")
         for name in ("mixture_temperature", "scale_temperature"):
             if self.guidance != 1 and getattr(self, name) is not None:
                 raise UserError(

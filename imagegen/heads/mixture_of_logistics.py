@@ -30,7 +30,7 @@ RESIDUAL_UNIT = 51
 
 
 class MixtureOfLogistics(OutputHead):
-    """A mixture of `n_mixtures` logistics, or of products of one logistic a channel.
+    """A mixture of `n_mixtures` logistics, or of products of one logistic per channel.
 
     All values of a step come from one component of the mixture (section 2.2): its mean of a value
     is linear in the values before it, mean_s + sum over r < s of tanh(c_sr) x_r, x in [-1, 1]. The

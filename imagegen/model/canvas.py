@@ -74,7 +74,7 @@ class Canvas(AttentionState):
         return self.at(self.places(torch.arange(count, device=self.levels.device)))
 
     def taken(self, values: UInt8[Tensor, "b m s"], step: Int64[Tensor, " m"]) -> Canvas:
-        """With the values of steps; in the same memory where no gradient is asked for."""
+        """With the values of steps; in the same memory where no gradient is needed."""
         place = self.places(step).unsqueeze(-1).expand_as(values)
         write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
         return Canvas(

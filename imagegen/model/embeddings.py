@@ -128,7 +128,7 @@ class InputEmbedding(nn.Module, ABC, Generic[Seen]):
     """Embeds steps from what is seen of those before, so that both forms share one path.
 
     What is seen, `Seen`, is a window of the sequence: the values of the `lookback` steps before the
-    first of the embedded steps, then those of these steps but for the last one; what lies before
+    first of the embedded steps, then those of these steps but for the last one; what comes before
     the first step of all is ignored. Of models that know any order it is a `Canvas`.
 
     Args:

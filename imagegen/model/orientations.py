@@ -41,7 +41,7 @@ def check_orders(orders: int, height: int, width: int) -> None:
         raise UserError(f"model.orders={orders} must be 1, 2, 4 or 8.")
     if orders == 8 and height != width:
         raise UserError(
-            f"model.orders=8 turns images by 90 degrees, but {height}x{width} pixels are no "
+            f"model.orders=8 turns images by 90 degrees, but {height}x{width} pixels are not "
             "square; use model.orders=4."
         )
 

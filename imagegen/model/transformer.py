@@ -1,4 +1,4 @@
-"""The model: embeddings of what came before, causal attention blocks, a distribution a value.
+"""The model: embeddings of what came before, causal attention blocks, a distribution per value.
 
 Axes: `b` batch, `h w c` height, width, channel, `n` position, `s` values per step, `e` model width,
 `p` parameters of the output distribution.
@@ -305,7 +305,7 @@ class ImageTransformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """Where the model is."""
         return cast(Tensor, self.norm.weight).device
 
     @property

@@ -35,7 +35,7 @@ _LABEL_LINES = 3
 
 @dataclass(frozen=True)
 class Points:
-    """bits/dim while a run went on.
+    """bits/dim during a run.
 
     Attributes:
         steps: optimizer steps done.

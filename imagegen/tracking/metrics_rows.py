@@ -1,4 +1,4 @@
-"""What a metrics.csv says, also while its run goes on."""
+"""What a metrics.csv says, also while its run continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def read_rows(path: Path, before_step: int | None = None) -> list[dict[str, str]
     So is a last line without an end: its last number may lack digits.
 
     Raises:
-        OSError, ValueError: for a file that cannot be read, or is no text.
+        OSError, ValueError: for a file that cannot be read, or is not text.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:

@@ -22,7 +22,7 @@ _ENDINGS = (".dirpath", ".folder")
 def options_of(folder: Path) -> dict[str, str]:
     """All options of a run by name, each as it is typed; none if its config.yaml is damaged.
 
-    Options that say where files lie, and what is logged where, are left out.
+    Options that say where files are, and what is logged where, are left out.
     """
     return {
         name: value

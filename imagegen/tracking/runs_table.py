@@ -211,7 +211,7 @@ def print_table(runs: Sequence[Run], roots: Sequence[Path]) -> None:
 
 
 def shown_folder(folder: Path, roots: Sequence[Path]) -> str:
-    """A run folder below the roots that were asked for, as short as is clear."""
+    """A run folder below the roots that were given, as short as is clear."""
     if len(roots) == 1 and folder != roots[0]:
         return str(folder.relative_to(roots[0]))
     return str(folder)

@@ -14,7 +14,7 @@ from imagegen.core.installation import typed
 
 PLUGINS = {
     "hydra/launcher/joblib": ("hydra-joblib-launcher", "joblib"),
-    # No extra: what it asks for cannot be pinned together with the rest.
+    # No extra: what it needs cannot be pinned together with the rest.
     "hydra/launcher/ray": ("hydra-ray-launcher", None),
     "hydra/launcher/submitit_slurm": ("hydra-submitit-launcher", "slurm"),
     "hydra/sweeper/optuna": ("hydra-optuna-sweeper", "optuna"),

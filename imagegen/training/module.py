@@ -34,7 +34,7 @@ class Schedule(Protocol):
 
 
 REGION_IMAGES = 64
-"""Validation images that are scored with regions too: few, for the time it takes."""
+"""Validation images that are scored with regions too: few, because of the time it takes."""
 
 
 class ImageModule(LightningModule):

@@ -287,7 +287,7 @@ def _linear_attention(
 
 
 def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
-    """Refuse a run that has no step left to take, unless it never came to say so."""
+    """Refuse a run that has no step left to take, unless it was ended before it could say so."""
     if cfg.resume is None:
         batches = f"trainer.limit_train_batches={cfg.trainer.get('limit_train_batches')}"
         raise UserError(f"there is nothing to train with {limits(cfg)}, {batches}.")

@@ -84,7 +84,7 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
 
 
 def has_finished(folder: Path) -> bool:
-    """Whether the summary in a run folder says that the run came to its end."""
+    """Whether the summary in a run folder says that the run has finished."""
     try:
         return bool(json.loads((folder / "summary.json").read_text())["state"] == "finished")
     except (OSError, ValueError, LookupError, TypeError):

@@ -32,7 +32,7 @@ class Cosine:
         for name in ("warmup", "floor"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise UserError(f"scheduler.{name}={value} must lie between 0 and 1.")
+                raise UserError(f"scheduler.{name}={value} must be between 0 and 1.")
 
     def factor(self, progress: float) -> float:
         """The factor on the learning rate when `progress` of the training, 0 to 1, is done."""

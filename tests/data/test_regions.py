@@ -125,7 +125,7 @@ def test_visible_pixels_of_several_images() -> None:
     assert as_visible(expected, 2, HEIGHT, WIDTH) is expected
     with pytest.raises(UserError, match=r"has the shape \(2, 6, 9\), but it must be .*\(3, 6, 9\)"):
         as_visible(expected, 3, HEIGHT, WIDTH)
-    with pytest.raises(UserError, match="visible_rows=7 must lie between 0 and the height, 6"):
+    with pytest.raises(UserError, match="visible_rows=7 must be between 0 and the height, 6"):
         as_visible([7], 1, HEIGHT, WIDTH)
 
 

@@ -54,7 +54,7 @@ def test_there_are_no_compiled_loops() -> None:
     with runs.everything_on(mps()):
         model.to("mps")
         assert choose_decoder(model, Controls()) is None
-        with pytest.raises(UserError, match="precision=32 asks for compiled loops, and there are"):
+        with pytest.raises(UserError, match="precision=32 needs compiled loops, which are missing"):
             score_images(model, np.zeros((1, 3, 2, 1), dtype=np.uint8), precision="32")
 
 

@@ -342,7 +342,7 @@ def test_data_that_are_not_here_are_replaced(tmp_path: Path) -> None:
     images, origin = verify._images(model, metadata, {"root": None, "download": None}, 3)
     assert images.shape == (3, 28, 28, 1)
     assert images.max() > 250
-    assert origin.startswith("random, for MNIST was not found")
+    assert origin.startswith("random, because MNIST was not found")
     # What the user names has to be there.
     with pytest.raises(UserError, match="MNIST was not found"):
         verify._images(model, metadata, {"root": str(tmp_path / "elsewhere")}, 3)

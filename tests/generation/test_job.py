@@ -195,7 +195,7 @@ def test_default_folder_is_named_by_the_time(
         (["temperature=inf"], "temperature=inf, but"),
         (["temperature=warm"], "temperature=warm, but"),
         (["scale_temperature=-1"], "scale_temperature=-1, but it must be a number of 0"),
-        (["top_p=0"], "top_p=0.0 must lie above 0"),
+        (["top_p=0"], "top_p=0.0 must be above 0"),
         (["top_p=most"], "top_p=most, but it must be a number, above 0"),
         (["guidance=null"], "guidance=null, but it must be a number"),
         (["guidance=2"], "guidance=2.0 needs labels to guide towards; add label="),

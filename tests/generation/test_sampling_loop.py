@@ -182,7 +182,7 @@ def test_impossible_completions_are_refused() -> None:
     model, images = tiny_model(SPEC), np.zeros((2, *SPEC.shape), np.uint8)
     with pytest.raises(UserError, match="1 of 2 images"):
         complete(model, images, [1], 1)
-    with pytest.raises(UserError, match="visible_rows=7 must lie between 0 and the height, 6"):
+    with pytest.raises(UserError, match="visible_rows=7 must be between 0 and the height, 6"):
         complete(model, images, [1, 7], 1)
     with pytest.raises(UserError, match="particles=0 must be at least 1"):
         complete(model, images, [1, 1], 1, particles=0)

@@ -293,8 +293,8 @@ def test_top_p_leaves_out_what_is_rare(kind: str) -> None:
         ({"guidance": float("inf")}, "guidance=inf must be"),
         ({"guidance": 2.0, "mixture_temperature": 0.5}, "mixture_temperature has no meaning with"),
         ({"guidance": 0.0, "scale_temperature": 0.5}, "scale_temperature has no meaning with"),
-        ({"top_p": 0.0}, "top_p=0.0 must lie above 0 and at most at 1"),
-        ({"top_p": 1.5}, "top_p=1.5 must lie"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5 must be"),
     ],
 )
 def test_controls_out_of_range_are_refused(options: dict, sentence: str) -> None:

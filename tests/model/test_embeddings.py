@@ -55,7 +55,7 @@ def test_a_step_may_be_a_pixel() -> None:
     [
         ({"height": 0, "width": 1}, "height is 0"),
         ({"height": 1, "width": 1, "channels": True}, "channels is True"),
-        ({"height": 1, "width": 1, "levels": 1}, "levels is 1, but it must lie between 2 and 256"),
+        ({"height": 1, "width": 1, "levels": 1}, "levels is 1, but it must be between 2 and 256"),
         ({"height": 1, "width": 1, "levels": 257}, "levels is 257"),
         ({"height": 1 << 13, "width": 1 << 13}, "choose a smaller size"),
         ({"height": 1}, "must have height, width"),

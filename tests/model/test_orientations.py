@@ -157,7 +157,7 @@ def test_flips_are_two_orders_and_their_checkpoints_load(tmp_path: Path) -> None
     [
         (3, (4, 4), "model.orders=3 must be 1, 2, 4 or 8."),
         (0, (4, 4), "model.orders=0 must be 1, 2, 4 or 8."),
-        (8, (28, 30), "but 28x30 pixels are no square; use model.orders=4."),
+        (8, (28, 30), "but 28x30 pixels are not square; use model.orders=4."),
     ],
 )
 def test_impossible_orders_are_refused(orders: int, size: tuple[int, int], sentence: str) -> None:

@@ -173,7 +173,7 @@ def test_a_completion_keeps_what_is_visible(studio: Studio, quick: None) -> None
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
-        (Wish(0), "number of images must lie between 1 and 64, not 0"),
+        (Wish(0), "number of images must be between 1 and 64, not 0"),
         (Wish(65), "not 65"),
         (Wish(1, seed=-1), "seed=-1"),
         (Wish(1, temperature=-1.0), "temperature=-1.0"),

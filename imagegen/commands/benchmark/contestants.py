@@ -76,7 +76,7 @@ def choose_contestants(value: object, known: Mapping[str, T]) -> dict[str, T]:
     Where the peer is not installed, None leaves it out.
 
     Raises:
-        UserError: for an empty list, a name that is none, one that comes twice, or a peer that is
+        UserError: for an empty list, an unknown name, one that comes twice, or a peer that is
         not installed.
     """
     from imagegen.commands.benchmark.peer_library import INSTALL, is_installed
@@ -131,10 +131,10 @@ class Mechanism:
 
 
 def choose_mechanisms(value: object) -> list[Mechanism]:
-    """The mechanisms that the option `mechanisms` asks for; all of them, softmax first, for None.
+    """The mechanisms that the option `mechanisms` names; all of them, softmax first, for None.
 
     Raises:
-        UserError: for an empty list, a name that is none, or one that comes twice.
+        UserError: for an empty list, an unknown name, or one that comes twice.
     """
     if value is None:
         names = sorted(_files(), key=lambda name: (name != "softmax", name))

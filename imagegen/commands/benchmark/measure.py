@@ -199,7 +199,7 @@ def _reason_to_stop(point: Point, plan: Plan) -> str | None:
     seconds = point.seconds
     if seconds is not None and seconds > plan.time_limit:
         return (
-            f"{plan.larger} are skipped, for {plan.work} at {point.length:,} took {seconds:.3g} s, "
-            f"more than time_limit={plan.time_limit:g}"
+            f"{plan.larger} are skipped, because {plan.work} at {point.length:,} took "
+            f"{seconds:.3g} s, more than time_limit={plan.time_limit:g}"
         )
     return None

@@ -147,7 +147,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         f"{drawn['sentence']}; {drawn['costs']['length']:,} steps per image; {where(drawn)}",
         "",
-        "Ours: linear attention, drawn as imagegen sample draws and trained as imagegen train trains. Theirs: "
+        "Ours: linear attention, drawn as imagegen sample draws and trained as imagegen train "
+        "trains. Theirs: "
         "recurrent linear attention, and causal-linear attention for training, at the same sizes. "
         "In turn in one run; medians, in brackets from the least to the most; of a ratio the "
         "widest range that the repeats allow.",

@@ -109,7 +109,7 @@ def measured(options: ScalingOptions, device: torch.device) -> dict[str, Any]:
         common.repeats,
         common.budget,
         common.time_limit,
-        # Half of the memory, for expectations may be too low. A GPU is not shared with other
+        # Half of the memory, because expectations may be too low. A GPU is not shared with other
         # programs, so that nothing is gained by taking turns.
         memory_bytes=(head["machine"]["memory_bytes"] or 0) // 2 if device.type == "cpu" else 0,
         guess_bytes=_GUESS * options.batch_size * options.d_model,

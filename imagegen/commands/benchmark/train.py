@@ -128,7 +128,7 @@ def measured(options: TrainOptions, device: torch.device) -> dict[str, Any]:
 
     def refuse(name: str, batch_size: int, points: Sequence[Point]) -> str | None:
         if options.contestants[name].bf16 and not bf16:
-            return "skipped, for this processor has no instructions for bfloat16"
+            return "skipped, because this processor has no instructions for bfloat16"
         known = [(point.seconds, point.length) for point in points if point.seconds is not None]
         expected = known[-1][0] * batch_size / known[-1][1] if known else None
         size = known_bytes(points, batch_size)

@@ -32,7 +32,7 @@ _FIRST = 128
 class TrainingStep:
     """Forward and backward pass of two blocks of the default model; a job for a `Worker`.
 
-    The input, random "b n e", asks for its gradient, as one that comes from an embedding does. The
+    The input, random "b n e", needs its gradient, as one that comes from an embedding does. The
     loss is the mean square of the output. An image of that many positions is taken to be square, so
     that its rows are sqrt(length) long, rounded up.
 

@@ -66,7 +66,7 @@ class Fields:
 
 
 def status(sentence: str, done: float | None = None, wrong: bool = False) -> str:
-    """A sentence about a drawing as HTML, with a bar while it goes on."""
+    """A sentence about a drawing as HTML, with a bar while it runs."""
     kind = ' class="wrong" role="alert"' if wrong else ' role="status"'
     bar = ""
     if done is not None:

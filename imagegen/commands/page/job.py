@@ -1,4 +1,4 @@
-"""A drawing in a thread of its own, whose newest picture can be had while it goes on."""
+"""A drawing in a thread of its own, whose newest picture can be had while it runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 // The pixel under the pointer or, with the arrow keys, beside the last one is written into the data of
-// the frames, from where it is read when it is asked for.
+// the frames, from where it is read when it is needed.
 const frames = () => [...element.querySelectorAll(".frame")];
 
 function show(row, column) {

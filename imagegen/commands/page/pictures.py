@@ -119,7 +119,7 @@ def read_upload(
     """Levels of an image file of a visitor, resized as `complete` does, and what is opaque of it.
 
     Raises:
-        UserError: naming the file, where it is no image that can be read.
+        UserError: naming the file, where it is not an image that can be read.
     """
     try:
         images, sources = read_images([path], None, True, spec)

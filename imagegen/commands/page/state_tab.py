@@ -15,8 +15,8 @@ from imagegen.generation.state_walk import Moment, walk_state
 
 WORDS = """
 A linear attention layer is a recurrent network: all that it remembers of the pixels before is one
-matrix a head, S = Σ φ(k) vᵀ, and its normaliser. It keeps its size, while a softmax layer keeps the
-keys and values of every pixel. Blue is below zero, red above.
+matrix per head, S = Σ φ(k) vᵀ, and its normaliser. It keeps its size, while a softmax layer keeps
+the keys and values of every pixel. Blue is below zero, red above.
 """
 
 
@@ -55,7 +55,7 @@ def build(studio: Studio) -> None:
 
 
 def view(moment: Moment, studio: Studio) -> str:
-    """The image so far, and a picture a head."""
+    """The image so far, and a picture per head."""
     image = shown(moment.levels[None], moment.known[None], studio.spec)[0]
     largest = float(np.abs(moment.matrices).max(initial=0.0))
     first = f"{image_tag(image, 'the image so far')}<figcaption>image</figcaption>"

@@ -143,7 +143,7 @@ class Studio:
         """The class numbers that are wished.
 
         Raises:
-            UserError: for names that are none of the model's.
+            UserError: for names that the model does not know.
         """
         loaded = self.loaded()
         names = loaded.metadata.get("class_names") or self.class_names()
@@ -154,7 +154,7 @@ class Studio:
         """The number of one class; None for none.
 
         Raises:
-            UserError: for a name that is none of the model's.
+            UserError: for a name that the model does not know.
         """
         found = None if name is None else self.labels(Wish(1, label=(name,)))
         return None if found is None else found[0]
@@ -231,7 +231,7 @@ class Studio:
         spec = self.spec
         limit = max(1, min(most, MOST_VALUES // spec.dims))
         if not 1 <= number <= limit:
-            raise UserError(f"the number of {what} must lie between 1 and {limit}, not {number}.")
+            raise UserError(f"the number of {what} must be between 1 and {limit}, not {number}.")
 
 
 class _Collected:

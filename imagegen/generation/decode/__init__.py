@@ -187,7 +187,7 @@ def parameters_as_drawn(
     decoder = _decoder(model, precision)
     if not isinstance(decoder, Decoder):
         raise UserError(
-            f"precision={precision} asks for compiled loops, and there are none: {decoder}; leave "
+            f"precision={precision} needs compiled loops, which are missing: {decoder}; leave "
             "precision out."
         )
     known = None if labels is None else labels.cpu().numpy()
@@ -250,7 +250,7 @@ def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:
     from imagegen.generation.decode.graph import GraphDecoder, why_not
 
     if precision not in ("auto", "32"):
-        say(f"in float32, for {precision} is for CPUs")
+        say(f"in float32, because {precision} is for CPUs")
     reason = why_not(model)
     return GraphDecoder(model) if reason is None else reason
 

@@ -67,7 +67,7 @@ class MixSettings(NamedTuple):
 
 
 class LinearMix(MixSettings):
-    """Of linear attention. The kinds are types, for code is compiled for the types at hand."""
+    """Of linear attention. The kinds are types, because code is compiled for the types at hand."""
 
 
 class SoftmaxMix(MixSettings):

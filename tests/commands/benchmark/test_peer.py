@@ -42,7 +42,7 @@ def _drawn(name: str, rates: dict[int, float]) -> dict[str, Any]:
 
 
 def _trained(name: str, seconds: float | None, peak: int | None) -> dict[str, Any]:
-    reason = None if seconds else "skipped, for a reason"
+    reason = None if seconds else "skipped, because of a reason"
     each = {"seconds_a_step": seconds and spread([seconds]), "peak_bytes": peak}
     batches = [{"batch_size": 4, **each, "not_measured": reason}]
     return {"name": name, "title": name, "batches": batches}
@@ -79,7 +79,7 @@ def test_ratios_say_how_many_times_faster_or_smaller_ours_is() -> None:
     assert found[0]["what"] == "images/s, best batch against best batch (16 against 16)"
     table = markdown({"ratios": found, "generate": drawn, "train": trained})
     assert "| seconds per image, batch 1 | 0.250 | 4.00 | ×16.0 |\n" in table
-    assert "- linear_bf16 at 4: skipped, for a reason." in table
+    assert "- linear_bf16 at 4: skipped, because of a reason." in table
 
 
 def test_without_the_library_it_says_how_to_install_it(

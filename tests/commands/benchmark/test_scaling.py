@@ -315,7 +315,7 @@ def test_longer_lengths_are_skipped_after_the_time_limit() -> None:
     points, log, told = fakes(steps, plan_of((8, 16, 32), repeats=1, budget=99, time_limit=10))
     assert [point.seconds for point in points["a"]] == [8.0, 16.0, None]
     assert [point.seconds for point in points["b"]] == pytest.approx([0.8, 1.6, 3.2])
-    reason = "longer lengths are skipped, for a step at 16 took 16 s, more than time_limit=10"
+    reason = "longer lengths are skipped, because a step at 16 took 16 s, more than time_limit=10"
     assert points["a"][2].reason == reason
     assert f"a: {reason}" in told
     assert log.count("ready a") == 2

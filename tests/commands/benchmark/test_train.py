@@ -56,7 +56,7 @@ def test_command_writes_what_it_measured(done: tuple[Path, dict[str, Any]]) -> N
         assert "no instructions for bfloat16" in batch["not_measured"]
     table = (out / "train.md").read_text()
     assert table == markdown(result)
-    assert "- linear, bf16-mixed at 2: skipped, for this processor has no instructions" in table
+    assert "- linear, bf16-mixed at 2: skipped, because this processor has no instructions" in table
     assert "gradients clipped to a norm of 1, RAdam" in table
 
 
