@@ -23,7 +23,7 @@ from packaging.version import Version
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Checks every annotation of the package, shapes and dtypes included, whenever a function is called.
-# It must stand before the first import of the package. An int will do where a float is expected, as
+# It must come before the first import of the package. An int will do where a float is expected, as
 # it does for static checkers.
 CHECKED = ["imagegen"]
 # Before this version, which needs Python 3.11, functions marked with `no_type_check` were checked
@@ -136,7 +136,7 @@ def _no_closed_logs() -> None:
 def _no_waiting_for_the_disk() -> Iterator[None]:
     """No test cuts the power; a short training would wait as long as it computes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no file, too
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is not a file, too
         yield
 
 

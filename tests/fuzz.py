@@ -86,7 +86,7 @@ def leaves(config_name: str, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def entries(folder: Path) -> set[str]:
-    """All that lies below a folder, hidden files too."""
+    """All that is below a folder, hidden files too."""
     return {
         os.path.relpath(os.path.join(at, name), folder)
         for at, folders, files in os.walk(folder)

@@ -78,7 +78,7 @@ def install(folder: Path) -> dict[str, str]:
     """Write the commands.
 
     Returns:
-        The environment in which they are found; what they note lies in `folder / "state"`.
+        The environment in which they are found; what they note is in `folder / "state"`.
     """
     state, commands = folder / "state", folder / "bin"
     state.mkdir(parents=True)

@@ -66,7 +66,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def prose(page: str) -> str:
-    """A page without code, in which brackets are no links."""
+    """A page without code, in which brackets are not links."""
     return re.sub(r"`[^`\n]*`", "`code`", FENCE.sub("", PAGES[page]))
 
 
@@ -138,7 +138,7 @@ def test_commands_are_accepted() -> None:
 
 
 def prepared(page: str, folder: Path) -> dict[str, Any]:
-    """What the Python code of a page that is no tutorial takes for granted."""
+    """What the Python code of a page that is not a tutorial takes for granted."""
     if page == "README.md":
         save_tiny_checkpoint(folder / "demo/run/checkpoints/best.ckpt")
     spec = ImageSpec(**{"height": 8, "width": 8, "levels": 17})
@@ -255,7 +255,7 @@ def test_the_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folder = "docs/mechanisms/"
     made = {name[len(folder) : -5] for name in built if name.startswith(folder)}
     assert made == mechanisms | {"index"}
-    # Scores as they stand in the results.
+    # Scores as they are in the results.
     (row,) = re.findall(
         r"^\| gla \| (\S+ ± \S+) .*$",
         PAGES["benchmarks/results/mechanisms.md"].split("## MNIST")[0],

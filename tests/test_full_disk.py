@@ -1,6 +1,6 @@
 """A disk that is full: what was whole stays whole, and one sentence says what could not be written.
 
-The limit on a file's size stands in for the disk: the system refuses what lies beyond it.
+The limit on a file's size stands in for the disk: the system refuses what is beyond it.
 """
 
 from __future__ import annotations

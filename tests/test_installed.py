@@ -70,7 +70,7 @@ def _pip(command: str, *arguments: str) -> None:
 
 @pytest.fixture
 def python(site: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python with the installed package, in a folder that is no clone."""
+    """Runs Python with the installed package, in a folder that is not a clone."""
     folder = tmp_path / "somewhere"
     folder.mkdir()
     environment = {

@@ -186,7 +186,7 @@ def test_65536_steps_stay_finite_and_agree_with_float64(
             y, state = module.step(x[:, position], state)
             outputs.append(y)
     difference = torch.stack(outputs, dim=1).double() - expected
-    # The largest stands where the RMSNorm enlarges an output near 0, and as early as late.
+    # The largest is where the RMSNorm enlarges an output near 0, and as early as late.
     print(f"RMS {difference.square().mean().sqrt():.1e}, largest {difference.abs().max():.1e}")
     assert difference.square().mean().sqrt() < typical
     assert difference.abs().max() < largest

@@ -2,7 +2,7 @@
 
 Each is a run of train.py on the digits, far too short and too small to draw digits, together with
 what it scored and drew on the day it was made (`NAME.npz`: `images`, their `bits_per_dim`, and the
-first images of seed 0, `drawn`). `tests/test_old_checkpoints.py` loads all that lie here. They are
+first images of seed 0, `drawn`). `tests/test_old_checkpoints.py` loads all that are here. They are
 never made again: a change that breaks one breaks the users' checkpoints. A new format gets new
 files beside the old ones, named after it.
 """

@@ -510,8 +510,8 @@ def test_causes_are_found() -> None:
     outer = InstantiationException("Error in call to target")
     outer.__cause__ = misconfiguration("No supported gpu backend found!")
     assert "trainer=cpu" in str(sentence_for(outer))
-    outer.__cause__ = UserError("mend it.")
-    assert sentence_for(outer) == "mend it."
+    outer.__cause__ = UserError("fix it.")
+    assert sentence_for(outer) == "fix it."
     outer.__cause__ = KeyError("a bug")
     assert sentence_for(outer) is None
     assert sentence_for(PermissionError(13, "Permission denied", "x")) == (

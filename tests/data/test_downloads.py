@@ -63,7 +63,7 @@ class Mirror:
             return request.send_error(503)
         if self.fault == "hangs up":
             return request.connection.shutdown(socket.SHUT_RDWR)
-        if self.fault == "is no web server":
+        if self.fault == "is not a web server":
             request.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n")
             return None
         request.send_response(200)
@@ -91,7 +91,7 @@ class Mirror:
 FAULTS = [
     "refuses",
     "hangs up",
-    "is no web server",
+    "is not a web server",
     "breaks off in a chunk",
     "sends half, and says all",
     "sends half",
@@ -111,7 +111,7 @@ def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
 
 
 def offer_mnist(mirror: Mirror, folder: Path, patch: pytest.MonkeyPatch) -> Arrays:
-    """Let torchvision look for MNIST at the mirror, and take what lies there for official."""
+    """Let torchvision look for MNIST at the mirror, and take what is there for official."""
     arrays = write_mnist(folder)
     raw = folder / "MNIST" / "raw"
     for name in NAMES:

@@ -38,7 +38,7 @@ def by_hand(images: Tensor, orientation: int) -> Tensor:
 def of_one_orientation(model: ImageTransformer, orientation: int) -> ImageTransformer:
     """A model without orientations that takes every image for one of this.
 
-    What it is told of it lies in its labels, of which it has one where the model has none.
+    That orientation is added to its labels, of which it has one where the model has none.
     """
     assert model.flip is not None
     grid = 1 if model.label is None or model.label.areas is None else 2

@@ -25,7 +25,7 @@ HEAD_DIM = D_MODEL // N_HEADS
 def peer(module: str, package: str) -> Any:
     """A module of a package that need not be installed."""
     with warnings.catch_warnings():
-        # What is deprecated in them is not ours to mend.
+        # What is deprecated in them is not ours to fix.
         warnings.simplefilter("ignore")
         return pytest.importorskip(module, reason=f"needs {package}; see CONTRIBUTING.md, Peers")
 

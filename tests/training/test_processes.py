@@ -47,7 +47,7 @@ class Spy(Callback):
     Args:
         folder: for a file of each process.
         interrupt: step after which the first process, alone, is sent Ctrl-C; 0 for none.
-        poison: step from which on the loss of the second process is no number; 0 for none.
+        poison: step from which on the loss of the second process is not a number; 0 for none.
         fail: the process that fails after two steps; -1 for none.
         kill: the process that is killed after seven steps; -1 for none.
     """

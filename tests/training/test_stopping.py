@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number stops a run, or its step is left out."""
+"""A loss or gradient that is not a number stops a run, or its step is left out."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_its_generator_steps_through_what_its_trainer_sees(attention: str, token
 def test_its_draws_follow_the_mixture() -> None:
     generator = PeerGenerator(_setting(), "linear")
     parameters = torch.zeros(1, 30).repeat(1000, 1)
-    parameters[:, 0] = 50.0  # the first component, which lies at 0.5 and is narrow
+    parameters[:, 0] = 50.0  # the first component, which is at 0.5 and narrow
     parameters[:, 10] = 0.5
     parameters[:, 20:] = -6.0
     levels = generator.sampled(parameters)
