@@ -152,7 +152,7 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> Loa
     """
     path = resolve_checkpoint(path)
     metadata, weights = _content(path)
-    spec, options = ImageSpec.from_dict(metadata["spec"]), _known(metadata["model"])
+    spec, options = ImageSpec.from_dict(metadata["spec"]), _known(metadata["model"], path)
     check_fit(spec, options, weights, path)
     model = ImageTransformer.from_options(spec, **options)
     try:
@@ -162,7 +162,7 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> Loa
     return LoadedCheckpoint(model.to(device).eval(), path, metadata)
 
 
-def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+def _known(options: Mapping[str, Any], path: Path) -> dict[str, Any]:
     parameters = known_options()
     unknown = [name for name in options if name not in parameters]
     missing = [
@@ -172,13 +172,13 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if unknown or missing:
         raise UserError(
-            "the model's description is not one that this version knows: "
+            f"{path} describes a model that this version does not know: "
             + "; ".join(
                 f"{what} {', '.join(names)}"
                 for what, names in (("unknown", unknown), ("missing", missing))
                 if names
             )
-            + "."
+            + "; use the version of imagegen that wrote it, or a newer one."
         )
     return dict(options)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hydra.utils import get_class
 from torch import Tensor
 
 from imagegen.checkpoint.reading import load_checkpoint
@@ -278,7 +279,7 @@ def test_every_mechanism_that_needs_no_raster(
     attention: dict[str, Any], head: dict[str, Any]
 ) -> None:
     options = {"attention": attention, "head": head, "linear_prediction": True}
-    if attention["_target_"].rpartition(".")[2] in ("LocalAttention", "StridedAttention"):
+    if get_class(attention["_target_"]).needs_raster:
         with pytest.raises(UserError, match=r"which model\.order=any does not keep"):
             any_model(GREY, **options)
         return

@@ -72,10 +72,14 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
 }
 
 MECHANISMS = sorted(path.stem for path in (PROJECT_ROOT / "conf/attention").glob("*.yaml"))
-GROWING = {"hybrid", "lsh", "softmax", "strided"}
 CONFIGS: dict[str, dict[str, Any]] = {
     name: yaml.safe_load((PROJECT_ROOT / f"conf/attention/{name}.yaml").read_text())
     for name in MECHANISMS
+}
+GROWING = {
+    name
+    for name, config in CONFIGS.items()
+    if not tiny_model(GREY, attention=config, n_layers=3).constant_state
 }
 # The default one keeps all positions in some layers.
 CONFIGS["hybrid of linear and local"] = {**CONFIGS["hybrid"], "pattern": ["linear", "local"]}
