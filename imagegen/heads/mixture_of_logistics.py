@@ -1,9 +1,11 @@
-"""Discretized mixture of logistics (PixelCNN++, Salimans et al., 2017, section 2).
+"""Discretized mixture of logistics (PixelCNN++, Salimans et al., 2017, section 2), and of tables.
 
-Levels 0 to L - 1 are at x = -1 to 1; level x has the mass that the mixture puts on the bin
-(x - 1 / (L - 1), x + 1 / (L - 1)), and the two bins at the ends are open tails.
+Levels 0 to L - 1 are at x = -1 to 1; level x has the mass that a logistic puts on the bin
+(x - 1 / (L - 1), x + 1 / (L - 1)), and the two bins at the ends are open tails. A table is a
+learned distribution over the levels, the same for all pixels of all images: it can say that 253 is
+frequent and 251 is not, which no logistic can.
 
-Axes beside those of `base`: `k` component, `v` level.
+Axes beside those of `base`: `k` logistic, `t` table, `c` component of either kind, `v` level.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import math
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Float64, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagegen.core.errors import UserError
+from imagegen.core.float64 import to_float64
 from imagegen.heads.base import OutputHead, invert_cumulative
 from imagegen.heads.controls import Controls, nucleus, tempered
 
@@ -27,14 +30,18 @@ MAX_MEAN = 1e4
 # be right to a narrow component's width, which levels limit, and an optimizer like Adam moves all
 # outputs of the projection about as far in a step.
 RESIDUAL_UNIT = 51
+TABLE_UNIT = 10.0
+"""Of the tables' parameters, in nats: an optimizer like Adam moves them that much faster."""
 
 
 class MixtureOfLogistics(OutputHead):
-    """A mixture of `n_mixtures` logistics, or of products of one logistic per channel.
+    """A mixture of `n_mixtures` logistics, or of products of one per channel, and of `n_tables`.
 
-    All values of a step come from one component of the mixture (section 2.2): its mean of a value
-    is linear in the values before it, mean_s + sum over r < s of tanh(c_sr) x_r, x in [-1, 1]. The
-    parameters are k logits, s k means, s k log-scales and s (s - 1) / 2 k coefficients c.
+    All values of a step come from one component of the mixture (section 2.2): a logistic's mean of
+    a value is linear in the values before it, mean_s + sum over r < s of tanh(c_sr) x_r, x in
+    [-1, 1]. The parameters are the k + t logits of all components, s k means, s k log-scales and
+    s (s - 1) / 2 k coefficients c. A table has a distribution for each value of a step, softmax
+    over the levels of ten times `tables`, whatever the other values are.
 
     Log-scales are clamped to -7 (the bound of Katharopoulos et al., 2020) to 7, means to +-10,000:
     a bin then has a mass that float32 can hold, and the sampler uses the same bounds.
@@ -43,26 +50,43 @@ class MixtureOfLogistics(OutputHead):
     residuals of a predictive coder: the mean of a value is y_s + unit mean_s + sum over r < s of
     tanh(c_sr) (x_r - y_r). `forward` puts that into the means, so that all else is as without.
 
+    Args:
+        n_mixtures: logistics, at least 1.
+        n_tables: tables, 0 or more.
+
     Attributes:
         residual_unit: the unit, 0.2 for 256 levels and 1 for 52 or fewer.
+        tables: "t s levels", or None without tables.
 
     Raises:
-        UserError: for fewer than one component.
+        UserError: for fewer than one logistic or a negative number of tables.
     """
 
     takes_prediction = True
 
     def __init__(
-        self, d_model: int, levels: int, values_per_step: int = 1, n_mixtures: int = 10
+        self,
+        d_model: int,
+        levels: int,
+        values_per_step: int = 1,
+        n_mixtures: int = 10,
+        n_tables: int = 0,
     ) -> None:
         super().__init__(d_model, levels, values_per_step)
         if n_mixtures < 1:
             raise UserError(f"head.n_mixtures={n_mixtures} must be at least 1.")
-        self.n_mixtures = n_mixtures
+        if n_tables < 0:
+            raise UserError(f"head.n_tables={n_tables} must be at least 0.")
+        self.n_mixtures, self.n_tables = n_mixtures, n_tables
         self.residual_unit = min(1.0, RESIDUAL_UNIT / max(1, levels - 1))
         n_coefficients = values_per_step * (values_per_step - 1) // 2
-        self._parts = (1, values_per_step, values_per_step, n_coefficients)
-        self.projection = nn.Linear(d_model, sum(self._parts) * n_mixtures)
+        self._parts = (values_per_step, values_per_step, n_coefficients)
+        self.projection = nn.Linear(d_model, (1 + sum(self._parts)) * n_mixtures + n_tables)
+        self.tables: nn.Parameter | None = None
+        if n_tables:
+            # Equal tables would stay equal.
+            tables = torch.randn(n_tables, values_per_step, levels) * 0.1 / TABLE_UNIT
+            self.tables = nn.Parameter(tables)
         with torch.no_grad():
             logits, means, log_scales, coefficients = self._divide(self.projection.bias)
             logits.zero_()
@@ -93,6 +117,7 @@ class MixtureOfLogistics(OutputHead):
         logits, means, log_scales, coefficients = self._bounded(parameters)
         means = self._shifted(means, coefficients, self._scaled(values, means))
         log_mass = self._log_mass(means, log_scales, values.unsqueeze(-1))
+        log_mass = self._with_tables(log_mass, values)
         if self.values_per_step == 1:
             return (logits.log_softmax(dim=-1) + log_mass).logsumexp(dim=-1)
         # p(values up to s) with each component, its choice included.
@@ -112,10 +137,13 @@ class MixtureOfLogistics(OutputHead):
             means = self._shifted(means, coefficients, x)
             seen = (..., slice(0, known), slice(None))
             log_mass = self._log_mass(means[seen], log_scales[seen], given.unsqueeze(-1))
+            log_mass = self._with_tables(log_mass, given)
             logits = logits + log_mass.sum(dim=-2)
         levels = torch.arange(self.levels, device=parameters.device).unsqueeze(-1)
         following = (..., slice(known, known + 1), slice(None))
         log_mass = self._log_mass(means[following], log_scales[following], levels)
+        tables = self._log_tables(log_mass)[:, known].mT.expand(*log_mass.shape[:-1], -1)
+        log_mass = torch.cat([log_mass, tables], dim=-1)
         return (logits.log_softmax(dim=-1).unsqueeze(-2) + log_mass).logsumexp(dim=-1)
 
     def _draw(
@@ -126,7 +154,8 @@ class MixtureOfLogistics(OutputHead):
     ) -> Integer[Tensor, "b s"]:
         logits, means, log_scales, coefficients = self._bounded(parameters)
         logits = nucleus(tempered(logits.squeeze(-2), controls.for_mixture), controls.top_p)
-        chosen = invert_cumulative(logits, uniforms[:, 0]).view(-1, 1, 1)
+        component = invert_cumulative(logits, uniforms[:, 0])
+        chosen = component.clamp(max=self.n_mixtures - 1).view(-1, 1, 1)
         means, log_scales, coefficients = (
             t.take_along_dim(chosen, dim=-1) for t in (means, log_scales, coefficients)
         )
@@ -137,7 +166,44 @@ class MixtureOfLogistics(OutputHead):
             x = self._shifted(means, coefficients, self._scaled(levels.squeeze(-1), means)) + noise
             drawn = (x[:, s] + 1) / 2 * (self.levels - 1)
             levels[:, s] = drawn.round().clamp(0, self.levels - 1)
-        return levels.squeeze(-1).long()
+        levels = levels.squeeze(-1).long()
+        if not self.n_tables:
+            return levels
+        table = component - self.n_mixtures
+        cumulative = self.cumulative_tables(controls, parameters)[table.clamp(min=0)]
+        drawn = (cumulative <= uniforms[:, 1:, None]).sum(dim=-1)
+        return torch.where(table.unsqueeze(-1) < 0, levels, drawn)
+
+    def cumulative_tables(
+        self, controls: Controls, like: Float[Tensor, "..."] | None = None
+    ) -> Float64[Tensor, "t s levels"]:
+        """Cumulative probabilities of the tables' levels, as they are drawn from.
+
+        Args:
+            controls: those for the width of a component act on the tables' levels.
+            like: a tensor on the device to compute on; that of the tables by default.
+        """
+        logits = self._log_tables(to_float64(self.projection.weight) if like is None else like)
+        rows = tempered(logits.flatten(0, 1), controls.for_scale)
+        rows = nucleus(rows, controls.top_p).softmax(dim=-1).cumsum(dim=-1)
+        # Scaled by the total, which rounding may leave a little off 1.
+        return (rows / rows[:, -1:]).view_as(logits)
+
+    def _log_tables(self, like: Tensor) -> Float[Tensor, "t s levels"]:
+        """Log-probabilities of the levels of each table, in the precision and place of `like`."""
+        if self.tables is None:
+            return like.new_zeros(0, self.values_per_step, self.levels)
+        return (TABLE_UNIT * self.tables.to(like.device).to(like.dtype)).log_softmax(dim=-1)
+
+    def _with_tables(self, log_mass: Tensor, levels: Tensor) -> Tensor:
+        """Log-probabilities "... s c" of levels "... s", of those "... s k" under the logistics."""
+        if self.tables is None:
+            return log_mass
+        tables = self._log_tables(log_mass)
+        columns = [
+            F.embedding(levels[..., s].long(), tables[:, s].mT) for s in range(levels.shape[-1])
+        ]
+        return torch.cat([log_mass, torch.stack(columns, dim=-2)], dim=-1)
 
     def _log_mass(self, means: Tensor, log_scales: Tensor, levels: Tensor) -> Tensor:
         """Log-probability "... k" of levels "... 1" under each logistic."""
@@ -176,8 +242,8 @@ class MixtureOfLogistics(OutputHead):
         logits, means, log_scales, coefficients = self._divide(parameters)
         y = prediction.to(means.dtype).unsqueeze(-1)
         means = y + self._shifted(self.residual_unit * means, coefficients, -y.expand_as(means))
-        parts = torch.cat([logits, means, log_scales, coefficients], dim=-2)
-        return rearrange(parts, "... j k -> ... (j k)")
+        parts = rearrange(torch.cat([means, log_scales, coefficients], dim=-2), "... j k -> ... (j k)")
+        return torch.cat([logits.squeeze(-2), parts], dim=-1)
 
     def _bounded(self, parameters: Tensor) -> tuple[Tensor, ...]:
         logits, means, log_scales, coefficients = self._divide(parameters)
@@ -185,6 +251,7 @@ class MixtureOfLogistics(OutputHead):
         return logits, means, log_scales.clamp(MIN_LOG_SCALE, MAX_LOG_SCALE), coefficients
 
     def _divide(self, parameters: Tensor) -> tuple[Tensor, ...]:
-        """Logits "1 k", means and log-scales "s k", coefficients "s(s-1)/2 k"."""
-        parts = rearrange(parameters, "... (j k) -> ... j k", k=self.n_mixtures)
-        return parts.split(self._parts, dim=-2)
+        """Logits "1 c", means and log-scales "s k", coefficients "s(s-1)/2 k"."""
+        logits, rest = parameters.tensor_split([self.n_mixtures + self.n_tables], dim=-1)
+        parts = rearrange(rest, "... (j k) -> ... j k", k=self.n_mixtures)
+        return (logits.unsqueeze(-2), *parts.split(self._parts, dim=-2))

@@ -22,7 +22,14 @@ def _head(kind: str, levels: int) -> OutputHead:
     torch.manual_seed(0)
     if kind == "categorical":
         return Categorical(8, levels)
-    return MixtureOfLogistics(8, levels, {"mixture": 1, "colour": 3}[kind])
+    per_step = 3 if "colour" in kind else 1
+    if "tables" not in kind:
+        return MixtureOfLogistics(8, levels, per_step)
+    head = MixtureOfLogistics(8, levels, per_step, n_mixtures=4, n_tables=3)
+    assert head.tables is not None
+    with torch.no_grad():
+        head.tables.copy_(torch.randn(head.tables.shape) / 5)
+    return head.requires_grad_(False)
 
 
 def _size(head: OutputHead) -> int:
@@ -34,7 +41,7 @@ def _uniforms(n: int, per_step: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(n, per_step, dtype=torch.float64, generator=generator).clamp(1e-12)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "tables"])
 @pytest.mark.parametrize("levels", [2, 17, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probabilities_sum_to_one(kind: str, levels: int, dtype: torch.dtype) -> None:
@@ -46,11 +53,15 @@ def test_probabilities_sum_to_one(kind: str, levels: int, dtype: torch.dtype) ->
         torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-6)
 
 
-@given(st.lists(st.sampled_from(EXTREMES), min_size=30, max_size=30), st.sampled_from([17, 256]))
+@pytest.mark.parametrize("kind", ["mixture", "tables"])
+@given(
+    values=st.lists(st.sampled_from(EXTREMES), min_size=30, max_size=30),
+    levels=st.sampled_from([17, 256]),
+)
 @settings(max_examples=100, deadline=None)
-def test_extreme_parameters(values: list[float], levels: int) -> None:
-    head = _head("mixture", levels)
-    parameters = torch.tensor(values, requires_grad=True)
+def test_extreme_parameters(kind: str, values: list[float], levels: int) -> None:
+    head = _head(kind, levels)
+    parameters = torch.tensor(values[: _size(head)], requires_grad=True)
     total = head.log_probabilities(parameters).double().exp().sum()
     assert abs(total.item() - 1) < 1e-6
     ends = torch.tensor([0, 1, levels - 2, levels - 1])
@@ -84,7 +95,7 @@ def test_categorical_is_a_softmax() -> None:
     torch.testing.assert_close(head.log_prob(parameters, values[:, None]).squeeze(-1), expected)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "tables"])
 @pytest.mark.parametrize("levels", [2, 17, 256])
 @pytest.mark.parametrize("spread", [0.3, 2.0])
 def test_draws_follow_the_probabilities(kind: str, levels: int, spread: float) -> None:
@@ -107,7 +118,7 @@ def _check_counts(observed: np.ndarray, expected: np.ndarray) -> None:
     assert result.pvalue > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "tables"])
 def test_temperature(kind: str) -> None:
     head = _head(kind, 256)
     parameters = torch.randn(1, _size(head)) * 2
@@ -122,7 +133,7 @@ def test_temperature(kind: str) -> None:
     assert (greedy == head.log_probabilities(parameters)[0].argmax()).all()
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
 def test_draws_stay_inside_for_the_outermost_uniforms(kind: str) -> None:
     head = _head(kind, 17)
     ends = torch.tensor([[2.0**-54], [1 - 2.0**-53]], dtype=torch.float64)
@@ -144,11 +155,51 @@ def test_means_start_spread_over_the_range() -> None:
 def test_too_few_components_are_refused() -> None:
     with pytest.raises(UserError, match="n_mixtures=0 must be at least 1"):
         MixtureOfLogistics(8, 256, n_mixtures=0)
+    with pytest.raises(UserError, match="n_tables=-1 must be at least 0"):
+        MixtureOfLogistics(8, 256, n_tables=-1)
 
 
-def test_values_of_a_step_are_chained() -> None:
+@pytest.mark.parametrize("per_step", [1, 3])
+def test_tables_are_components_beside_the_logistics(per_step: int) -> None:
+    """p = sum over logistics of w_k p_k + sum over tables of w_t prod over s of q_ts(x_s)."""
+    head = _head("colour, tables" if per_step == 3 else "tables", 17).double()
+    assert isinstance(head, MixtureOfLogistics) and head.tables is not None
+    parameters = torch.randn(_size(head), dtype=torch.float64)
+    values = torch.tensor([5, 0, 16])[:per_step]
+    weights = parameters[:7].softmax(0)
+    alone = MixtureOfLogistics(8, 17, per_step, n_mixtures=4)
+    mass = torch.zeros(7, dtype=torch.float64)
+    for k in range(4):
+        one = torch.full((4,), -1e9, dtype=torch.float64)
+        one[k] = 0
+        mass[k] = alone.log_prob(torch.cat([one, parameters[7:]]), values).sum().exp()
+    for t in range(3):
+        rows = (10 * head.tables[t]).softmax(-1)
+        mass[4 + t] = torch.stack([rows[s, x] for s, x in enumerate(values)]).prod()
+    expected = (weights * mass).sum().log()
+    torch.testing.assert_close(head.log_prob(parameters, values).sum(), expected)
+
+
+@pytest.mark.parametrize("kind", ["tables", "colour, tables"])
+def test_controls_act_on_the_levels_of_tables(kind: str) -> None:
+    head = _head(kind, 17)
+    assert isinstance(head, MixtureOfLogistics)
+    cumulative = head.cumulative_tables(Controls())
+    masses = cumulative.diff(dim=-1, prepend=torch.zeros_like(cumulative[..., :1]))
+    colder = head.cumulative_tables(Controls(temperature=0.5))
+    squared = masses**2
+    expected = (squared / squared.sum(-1, keepdim=True)).cumsum(-1)
+    torch.testing.assert_close(colder, expected)
+    likeliest = head.cumulative_tables(Controls(mixture_temperature=1.0, scale_temperature=0.0))
+    assert ((likeliest == 1).sum(-1) == 17 - masses.argmax(-1)).all()
+    kept = head.cumulative_tables(Controls(top_p=0.5)).diff(dim=-1) > 0
+    assert kept.sum(-1).max() < 16
+
+
+@pytest.mark.parametrize("kind", ["colour", "colour, tables"])
+def test_values_of_a_step_are_chained(kind: str) -> None:
     """Sum of the chain's terms = the joint probability, summed over all colours: 1."""
-    head = _head("colour", 5)
+    head = _head(kind, 5)
     parameters = torch.randn(4, _size(head), dtype=torch.float64)
     colours = torch.cartesian_prod(*[torch.arange(5)] * 3)
     log_prob = head.log_prob(parameters[:, None].expand(-1, 125, -1), colours.expand(4, -1, -1))
@@ -215,9 +266,10 @@ def test_a_channel_errs_as_the_one_before_it_at_first() -> None:
     torch.testing.assert_close(coefficients.tanh(), expected)
 
 
+@pytest.mark.parametrize("kind", ["colour", "colour, tables"])
 @pytest.mark.parametrize("guidance", [None, 1.0])
-def test_colours_drawn_follow_the_probabilities(guidance: float | None) -> None:
-    head = _head("colour", 4)
+def test_colours_drawn_follow_the_probabilities(kind: str, guidance: float | None) -> None:
+    head = _head(kind, 4)
     parameters = torch.randn(1, _size(head), generator=torch.Generator().manual_seed(3))
     n = 100_000
     rows, uniforms = parameters.expand(n, -1), _uniforms(n, head.uniforms_per_step)
@@ -232,7 +284,7 @@ def test_colours_drawn_follow_the_probabilities(guidance: float | None) -> None:
     _check_counts(np.bincount(index.numpy(), minlength=64), n * log_prob.exp().numpy())
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
 def test_guidance_moves_away_from_the_unconditional(kind: str) -> None:
     head = _head(kind, 17)
     generator = torch.Generator().manual_seed(5)
@@ -246,7 +298,7 @@ def test_guidance_moves_away_from_the_unconditional(kind: str) -> None:
     _check_counts(np.bincount(drawn[:, 0].numpy(), minlength=17), n * expected.numpy())
 
 
-@pytest.mark.parametrize("kind", ["mixture", "colour"])
+@pytest.mark.parametrize("kind", ["mixture", "colour", "tables", "colour, tables"])
 def test_temperatures_of_mixtures(kind: str) -> None:
     head = _head(kind, 256)
     parameters = torch.randn(1, _size(head), generator=torch.Generator().manual_seed(2)) * 2
@@ -256,7 +308,8 @@ def test_temperatures_of_mixtures(kind: str) -> None:
     sure = Controls(mixture_temperature=0.0, scale_temperature=0.0)
     assert len(head.sample(rows, uniforms, sure).unique(dim=0)) == 1
     narrow = head.sample(rows, uniforms, Controls(scale_temperature=0.0)).unique(dim=0)
-    assert 1 < len(narrow) <= head.n_mixtures  # type: ignore[operator]
+    assert isinstance(head, MixtureOfLogistics)
+    assert 1 < len(narrow) <= head.n_mixtures + head.n_tables
     wide = head.sample(rows, uniforms, Controls(mixture_temperature=0.0)).unique(dim=0)
     assert len(wide) > 1
 
@@ -274,9 +327,9 @@ def test_nucleus_keeps_the_smallest_set_that_reaches_top_p() -> None:
         assert finite == kept
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
 def test_top_p_leaves_out_what_is_rare(kind: str) -> None:
-    head = _head(kind, 17)
+    head = _head(kind, 256)
     generator = torch.Generator().manual_seed(4)
     parameters = torch.randn(1, _size(head), generator=generator) * 3
     rows, uniforms = parameters.expand(3000, -1), _uniforms(3000, head.uniforms_per_step)

@@ -25,7 +25,7 @@ from imagegen.generation.decode.loop import Rows, Settings, run
 from imagegen.generation.decode.matmul import TILE_ROWS
 from imagegen.generation.decode.mixers import States, mixer_of, states_of
 from imagegen.generation.decode.prepare import (
-    components_of,
+    choices_of,
     features_of,
     settings_of,
     weights_of,
@@ -232,7 +232,7 @@ class FusedDecoder(Decoder):
             mixed=room(inner),
             hidden=room(weights.up.width),
             y=room(max(weights.out.width, weights.down.width)),
-            choices=np.zeros((members, components_of(model)), dtype=np.float64),
+            choices=np.zeros((members, choices_of(model)), dtype=np.float64),
             work=np.zeros(
                 (members, work_size(s.shape[3], s.shape[4], sequence.shape[1])), np.float32
             ),

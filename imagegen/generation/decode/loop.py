@@ -72,11 +72,11 @@ class Settings(NamedTuple):
     activation: int
     gated: bool
     mixture: bool  # or categorical
-    components: int  # of the mixture; or levels
-    levels: int
+    components: int  # logistics of the mixture; or levels
     residual_unit: float
     choice_temperature: float
     scale_temperature: float
+    tables: Float64[np.ndarray, "t s levels"]  # of the mixture, cumulative
 
 
 class Rows(NamedTuple):
@@ -262,8 +262,9 @@ def _distribution(w, settings, rows, shares, position, flags, members):
     if predicted.shape[1] > 0:
         order, tables = rows.order, w.embedding
         predict(rows.sequence, position, order, tables, w.prediction, predicted, first, stop)
-        components, unit = settings.components, settings.residual_unit
-        lay_around(rows.parameters, predicted, components, unit, first, stop)
+        components, tables = settings.components, settings.tables.shape[0]
+        unit = settings.residual_unit
+        lay_around(rows.parameters, predicted, components, tables, unit, first, stop)
 
 
 @no_type_check
@@ -273,8 +274,8 @@ def _draw(settings, rows, position, uniforms, choices, first, stop):
     parameters, values = rows.parameters, rows.sequence[:, position]
     choice, scale = settings.choice_temperature, settings.scale_temperature
     if settings.mixture:
-        levels = settings.levels
-        draw_mixture(parameters, uniforms, choice, scale, levels, choices, values, first, stop)
+        tables = settings.tables
+        draw_mixture(parameters, uniforms, choice, scale, tables, choices, values, first, stop)
     else:
         draw_categorical(parameters, uniforms, choice, choices, values, first, stop)
 

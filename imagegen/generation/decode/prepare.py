@@ -72,10 +72,12 @@ def _norm(norm: nn.Module) -> np.ndarray:
     return np.stack([weight, zero if bias is None else bias.detach().float().numpy()])
 
 
-def components_of(model: ImageTransformer) -> int:
-    """Of the mixture; or levels."""
+def choices_of(model: ImageTransformer) -> int:
+    """Components of the mixture, tables too; or levels."""
     head = model.head
-    return head.n_mixtures if isinstance(head, MixtureOfLogistics) else model.spec.levels
+    if isinstance(head, MixtureOfLogistics):
+        return head.n_mixtures + head.n_tables
+    return model.spec.levels
 
 
 def features_of(model: ImageTransformer) -> int:
@@ -120,7 +122,17 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
     nonlinear = block.feed_forward[1]
     gated = isinstance(nonlinear, GatedLinearUnit)
     activation = nonlinear.activation if isinstance(nonlinear, GatedLinearUnit) else nonlinear
-    mixture = isinstance(model.head, MixtureOfLogistics)
+    head = model.head
+    levels = model.spec.levels
+    if isinstance(head, MixtureOfLogistics):
+        mixture, components, unit = True, head.n_mixtures, head.residual_unit
+        choice, scale = controls.for_mixture, controls.for_scale
+        with torch.no_grad():
+            tables = head.cumulative_tables(controls).numpy()
+    else:
+        mixture, components, unit = False, levels, 1.0
+        choice, scale = controls.temperature, 1.0
+        tables = np.zeros((0, model.raster.values_per_step, levels))
     given = cast(float | None, model.norm.eps)
     eps = torch.finfo(torch.float32).eps if given is None else given  # RMSNorm's default
     return Settings(
@@ -132,9 +144,9 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
         ACTIVATIONS[type(activation).__name__.lower()],
         gated,
         mixture,
-        components_of(model),
-        model.spec.levels,
-        model.head.residual_unit if isinstance(model.head, MixtureOfLogistics) else 1.0,
-        float(controls.for_mixture if mixture else controls.temperature),
-        float(controls.for_scale if mixture else 1.0),
+        components,
+        unit,
+        float(choice),
+        float(scale),
+        tables,
     )

@@ -1,6 +1,7 @@
 """Draw the values of a step from the output distribution, as `OutputHead.sample` does.
 
-Axes: `r` row, `p` parameter, `u` uniform number, `s` value, `k` component.
+Axes: `r` row, `p` parameter, `u` uniform number, `s` value, `k` logistic, `t` table, `c` component
+of either kind.
 """
 
 from __future__ import annotations
@@ -55,19 +56,20 @@ def draw_categorical(parameters, uniforms, temperature, work, values, first, sto
 
 @no_type_check
 @compiled()
-def lay_around(parameters, predicted, components, unit, first, stop):
+def lay_around(parameters, predicted, components, tables, unit, first, stop):
     """Count the means of a mixture from a prediction; see `MixtureOfLogistics`.
 
     Args:
         parameters: "r p", or wider, as the head lays them out, changed.
         predicted: "r s".
-        components: of the mixture.
+        components: number of logistics.
+        tables: number of tables.
         unit: of the means around a prediction.
         first, stop: the rows to go through.
     """
     per_step = predicted.shape[1]
     for r in range(first, stop):
-        row = parameters[r]
+        row = parameters[r, tables:]
         for k in range(components):
             coefficient = components * (1 + 2 * per_step) + k
             for s in range(per_step):
@@ -86,27 +88,33 @@ def draw_mixture(
     uniforms,
     mixture_temperature,
     scale_temperature,
-    levels,
+    tables,
     work,
     values,
     first,
     stop,
 ):
-    """The values of a step for each row from a mixture of logistics; see `MixtureOfLogistics`.
+    """The values of a step for each row from a mixture; see `MixtureOfLogistics`.
 
     Args:
         parameters: "r p", or wider, as the head lays them out.
         uniforms: "r s + 1".
         mixture_temperature, scale_temperature: of the choice and of the width.
-        levels: number of levels.
-        work: "k", float64.
+        tables: "t s levels", see `MixtureOfLogistics.cumulative_tables`.
+        work: "c", float64.
         values: "r s", written.
         first, stop: the rows to go through.
     """
-    components, per_step = work.shape[0], values.shape[1]
+    per_step, levels = values.shape[1], tables.shape[2]
+    components = work.shape[0] - tables.shape[0]
     for r in range(first, stop):
-        row = parameters[r]
-        k = _choose(row, mixture_temperature, uniforms[r, 0], work)
+        k = _choose(parameters[r], mixture_temperature, uniforms[r, 0], work)
+        if k >= components:
+            for s in range(per_step):
+                below = tables[k - components, s]
+                values[r, s] = np.searchsorted(below, uniforms[r, 1 + s], side="right")
+            continue
+        row = parameters[r, tables.shape[0] :]
         coefficient = components * (1 + 2 * per_step) + k
         for s in range(per_step):
             mean = float(row[components * (1 + s) + k])
