@@ -43,10 +43,11 @@ OURS = ["head=categorical", *MUON]
 COLOUR = ["optimizer=muon", "optimizer.lr=0.014", "optimizer.adam_lr=0.0015", "batch_size=4"]
 # The paper's model, without dropout where it is trained with our optimizer: that is better in so
 # short a time (see quality.md).
-PAPER = ["model=paper", "model.dropout=0", *MUON]
+PAPER = ["model=paper", "head=logistics", "model.dropout=0", *MUON]
 PAPER_COLOUR = [*PAPER, "optimizer.lr=0.005", "optimizer.adam_lr=7e-4", "batch_size=4"]
 PAPERS_OWN = [
     "model=paper",
+    "head=logistics",
     "optimizer=radam",
     "optimizer.lr=1e-4",
     "scheduler=constant",
@@ -62,8 +63,10 @@ PARTS = {
         "~model.embedding.neighbours",
     ],
     "post-norm": [*OURS, "model.norm_first=false"],
-    "mixture of logistics around a prediction": MUON,
-    "mixture of logistics": [*MUON, "model.linear_prediction=false"],
+    "mixture of logistics and tables around a prediction": MUON,
+    "mixture of logistics and tables": [*MUON, "model.linear_prediction=false"],
+    "mixture of logistics around a prediction": ["head=logistics", *MUON],
+    "mixture of logistics": ["head=logistics", *MUON, "model.linear_prediction=false"],
     "AdamW at 2e-3": ["head=categorical", "batch_size=8", "optimizer.lr=2e-3"],
     "constant learning rate": [*OURS, "scheduler=constant"],
     "dropout 0.1": [*OURS, "model.dropout=0.1"],

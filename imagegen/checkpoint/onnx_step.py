@@ -35,6 +35,7 @@ class SingleStep(nn.Module):
         _replace_bags(self.model)
         self.initial = self.model.initial_state(1)
         self.labelled = self.model.n_classes is not None
+        self.constants = self.model.head.constants()
         # Images are drawn as they are, which needs no input.
         self.initial = dataclasses.replace(self.initial, labels=None, orientation=None)
         self.state = {
@@ -56,10 +57,11 @@ class SingleStep(nn.Module):
         given = dict(zip(self.state, others, strict=True))
         before = with_tensors(self.initial, given, "", position, batch)
         before = dataclasses.replace(before, labels=label)
-        parameters, after = self.model.step(token.to(torch.uint8), before)
-        found = dict(named_tensors(after))
+        parameters, state = self.model.step(token.to(torch.uint8), before)
+        found = dict(named_tensors(state))
         # PyTorch 2.9 gives an input that is an output as well a name of its own.
-        return parameters, *(found[name].clone() for name in self.state)
+        after = [found[name] for name in self.state]
+        return parameters, *(tensor.clone() for tensor in (*self.constants.values(), *after))
 
     def inputs(self, batch: int) -> dict[str, Tensor]:
         """Of the first step, by name."""

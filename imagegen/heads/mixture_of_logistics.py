@@ -111,6 +111,9 @@ class MixtureOfLogistics(OutputHead):
     def uniforms_per_step(self) -> int:
         return 1 + self.values_per_step
 
+    def constants(self) -> dict[str, Tensor]:
+        return {"tables": self._log_tables(self.projection.weight)} if self.n_tables else {}
+
     def log_prob(
         self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]
     ) -> Float[Tensor, "*batch s"]:

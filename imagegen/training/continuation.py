@@ -17,7 +17,7 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
@@ -109,6 +109,11 @@ def recall(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> Changes:
             changes[key] = (before.get(key, UNSET), now[key])
         elif _may_be_recalled(key, before, now):
             OmegaConf.update(cfg, key, before[key])
+        elif key not in before and _is_of_the_model(key, before, now):
+            # An option that has come since: the class does without it what it did before.
+            section, _, name = key.rpartition(".")
+            with open_dict(cfg):
+                del OmegaConf.select(cfg, section)[name]
     _refuse(changes, cfg.resume)
     return changes
 
@@ -133,6 +138,12 @@ def _may_be_recalled(key: str, before: Mapping[str, Any], now: Mapping[str, Any]
     if key not in before or key.startswith("dataset.") or name.startswith("_"):
         return False
     return before.get(target) == now.get(target) and _is_value(before[key])
+
+
+def _is_of_the_model(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether it is an option of a class that makes a part of the model, the same as until now."""
+    target = f"{key.rpartition('.')[0]}._target_"
+    return refusal(key) == _MODEL and target in now and before.get(target) == now[target]
 
 
 def _is_value(value: Any) -> bool:

@@ -533,6 +533,22 @@ def test_what_is_not_typed_stays_as_the_run_began(
     assert rates(run)[8:] == [0.001] * 4
 
 
+def test_a_run_of_before_an_option_of_the_model_continues_without_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of this version would make another model."""
+    run = make(*PLAIN, "trainer.max_epochs=1", "head.n_tables=0")
+    content = last(run)
+    metadata = content["imagegen"]
+    for head in (metadata["config"]["head"], metadata["model"]["head"]):
+        head.pop("n_tables", None)  # they may be one object
+    metadata["overrides"].remove("head.n_tables=0")
+    torch.save(content, run / "checkpoints/last.ckpt")
+    assert run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=2") == 0
+    assert "n_tables" not in OmegaConf.load(run / "config.yaml").head
+    assert run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=3", "head.n_tables=32") == 1
+
+
 def test_the_first_step_after_a_raised_limit_has_the_rate_of_the_new_schedule(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
