@@ -32,6 +32,8 @@ MAX_MEAN = 1e4
 RESIDUAL_UNIT = 51
 TABLE_UNIT = 10.0
 """Of the tables' parameters, in nats: an optimizer like Adam moves them that much faster."""
+PEAK_FLOOR = 0.02
+"""What a table begins with beside its peak, all levels alike."""
 
 
 class MixtureOfLogistics(OutputHead):
@@ -82,14 +84,10 @@ class MixtureOfLogistics(OutputHead):
         n_coefficients = values_per_step * (values_per_step - 1) // 2
         self._parts = (values_per_step, values_per_step, n_coefficients)
         self.projection = nn.Linear(d_model, (1 + sum(self._parts)) * n_mixtures + n_tables)
-        self.tables: nn.Parameter | None = None
-        if n_tables:
-            # Equal tables would stay equal.
-            tables = torch.randn(n_tables, values_per_step, levels) * 0.1 / TABLE_UNIT
-            self.tables = nn.Parameter(tables)
+        self.tables = nn.Parameter(self._peaks() / TABLE_UNIT) if n_tables else None
         with torch.no_grad():
             logits, means, log_scales, coefficients = self._divide(self.projection.bias)
-            logits.zero_()
+            self._share(logits)
             means.copy_((torch.arange(n_mixtures) + 0.5) / n_mixtures * 2 - 1)
             log_scales.fill_(-math.log(n_mixtures))
             coefficients.zero_()
@@ -97,15 +95,30 @@ class MixtureOfLogistics(OutputHead):
     def start_from_prediction(self) -> None:
         """Components of several widths at the prediction; a channel errs as the one before it."""
         with torch.no_grad():
-            self.projection.weight.mul_(0.1)
+            # The choice between tables is as quick to learn as without a prediction.
+            self.projection.weight[: self.n_mixtures].mul_(0.1)
+            self.projection.weight[self.n_mixtures + self.n_tables :].mul_(0.1)
             logits, means, log_scales, coefficients = self._divide(self.projection.bias)
-            logits.zero_()
+            self._share(logits)
             # Equal components would stay equal.
             means.normal_(std=0.02 / self.residual_unit)
             log_scales.copy_(torch.linspace(-1.5, -4.0, self.n_mixtures).expand_as(log_scales))
             coefficients.zero_()
             for s in range(1, self.values_per_step):
                 coefficients[s * (s + 1) // 2 - 1] = math.atanh(0.8)
+
+    def _share(self, logits: Tensor) -> None:
+        """Begin with as much probability for all tables together as for all logistics."""
+        logits[..., : self.n_mixtures] = 0
+        logits[..., self.n_mixtures :] = math.log(self.n_mixtures / max(1, self.n_tables))
+
+    def _peaks(self) -> Float[Tensor, "t s levels"]:
+        """Log-probabilities that the tables begin with: a peak each, all over the levels."""
+        places = torch.linspace(0, 1, self.levels)
+        centres = torch.linspace(0, 1, self.n_tables).unsqueeze(-1)
+        peaks = (-(places - centres).abs() * self.n_tables).softmax(dim=-1)
+        mixed = (1 - PEAK_FLOOR) * peaks + PEAK_FLOOR / self.levels
+        return mixed.log().unsqueeze(1).repeat(1, self.values_per_step, 1)
 
     @property
     def uniforms_per_step(self) -> int:
