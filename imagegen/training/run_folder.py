@@ -63,7 +63,8 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
         resuming: whether an earlier run is continued; else the folder must hold no run's files.
 
     Raises:
-        UserError: if another process holds the folder, or a fresh run would overwrite another.
+        UserError: if another process holds or has removed the folder, or a fresh run would
+            overwrite another.
     """
     if not is_first_process():
         yield
@@ -75,6 +76,11 @@ def claim_run_folder(folder: Path, resuming: bool) -> Iterator[None]:
         raise UserError(
             f"another run is writing to {folder}; wait for it to end, or choose another "
             "hydra.run.dir."
+        ) from error
+    except FileNotFoundError as error:
+        raise UserError(
+            f"another run that ended before its first step has just removed {folder}; start this "
+            "one again."
         ) from error
     try:
         yield

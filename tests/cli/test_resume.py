@@ -174,6 +174,13 @@ def test_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_another_run_has_just_removed(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    with pytest.raises(UserError, match="has just removed"):
+        with claim_run_folder(tmp_path / "gone", resuming=False):
+            pytest.fail("must not start")
+
+
 @pytest.mark.parametrize(
     "text",
     [
