@@ -158,9 +158,14 @@ class MixtureOfLogistics(OutputHead):
         levels = torch.arange(self.levels, device=parameters.device).unsqueeze(-1)
         following = (..., slice(known, known + 1), slice(None))
         log_mass = self._log_mass(means[following], log_scales[following], levels)
-        tables = self._log_tables(log_mass)[:, known].mT.expand(*log_mass.shape[:-1], -1)
-        log_mass = torch.cat([log_mass, tables], dim=-1)
-        return (logits.log_softmax(dim=-1).unsqueeze(-2) + log_mass).logsumexp(dim=-1)
+        weights = logits.log_softmax(dim=-1)
+        of_logistics, of_tables = weights.tensor_split([self.n_mixtures], dim=-1)
+        found = (of_logistics.unsqueeze(-2) + log_mass).logsumexp(dim=-1)
+        if self.tables is None:
+            return found
+        # A product of matrices instead of a sum over components for each level.
+        tables = of_tables.exp() @ self._log_tables(log_mass)[:, known].exp()
+        return torch.logaddexp(found, tables.log())
 
     def _draw(
         self,
