@@ -263,7 +263,9 @@ class MixtureOfLogistics(OutputHead):
         logits, means, log_scales, coefficients = self._divide(parameters)
         y = prediction.to(means.dtype).unsqueeze(-1)
         means = y + self._shifted(self.residual_unit * means, coefficients, -y.expand_as(means))
-        parts = rearrange(torch.cat([means, log_scales, coefficients], dim=-2), "... j k -> ... (j k)")
+        parts = rearrange(
+            torch.cat([means, log_scales, coefficients], dim=-2), "... j k -> ... (j k)"
+        )
         return torch.cat([logits.squeeze(-2), parts], dim=-1)
 
     def _bounded(self, parameters: Tensor) -> tuple[Tensor, ...]:

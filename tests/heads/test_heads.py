@@ -163,7 +163,8 @@ def test_too_few_components_are_refused() -> None:
 def test_tables_are_components_beside_the_logistics(per_step: int) -> None:
     """p = sum over logistics of w_k p_k + sum over tables of w_t prod over s of q_ts(x_s)."""
     head = _head("colour, tables" if per_step == 3 else "tables", 17).double()
-    assert isinstance(head, MixtureOfLogistics) and head.tables is not None
+    assert isinstance(head, MixtureOfLogistics)
+    assert head.tables is not None
     parameters = torch.randn(_size(head), dtype=torch.float64)
     values = torch.tensor([5, 0, 16])[:per_step]
     weights = parameters[:7].softmax(0)
