@@ -205,7 +205,7 @@ def test_the_images_to_complete_are_not_replaced(grey: Path, tmp_path: Path) -> 
         (["visible=0.5", "mask=a.png"], "visible and mask are both given; choose one"),
         (["visible_rows=2", "mask=a.png"], "visible_rows and mask are both given"),
         (["mask=nowhere.png"], "mask=.*nowhere.png does not exist"),
-        (["mask=[a,b]"], r"mask=\['a', 'b'\], but it must be one path"),
+        (["mask=[a,b]"], r"mask=\[a,b\], but it must be one path"),
         (["particles=0", "visible=left:0.5"], "particles=0, but it must be a whole number"),
         (["particles=9"], "particles=9 has no effect, because all that is kept comes before"),
         (["visible_rows=8"], "visible_rows=8, but it must be .* from 0 to 7"),

@@ -272,7 +272,7 @@ def test_one_job_at_a_time(grey: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     lock = lock_folder(tmp_path / "out", shared=True)
     assert lock is not None
-    with pytest.raises(UserError, match=r"another sample\.py is writing to .*out"):
+    with pytest.raises(UserError, match=r"another python sample\.py is writing to .*out"):
         sample(grey, tmp_path / "out", "n=1")
     sample(grey, tmp_path / "out", "n=2", "part=1/2")
     os.close(lock)

@@ -624,7 +624,7 @@ def test_a_run_and_its_data_can_be_moved(tmp_path: Path, monkeypatch: pytest.Mon
     for i in range(40):
         write_image(tmp_path / f"data/class{i % 2}/{i}.png", (4, 6, 3), seed=i)
     options = [*TINY, "scheduler=constant", "dataset=image_folder", "dataset.size=[4,6]"]
-    options += ["batch_size=8", "model.conditional=true", "model.dropout=0.2"]
+    options += ["batch_size=8", "model.conditional=true", "model.dropout=0.2", "head=logistics"]
     options += ["callbacks.ema.decay=0.9", "callbacks.grids.every=2", "optimizer.lr=1"]
     options += ["callbacks.grids.n_samples=2", "callbacks.grids.n_completed=1"]
     options += [f"dataset.cache={tmp_path / 'cache'}"]
