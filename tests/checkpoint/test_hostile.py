@@ -212,7 +212,7 @@ def test_descriptions_that_are_none(changed: Callable[..., Path], metadata: dict
     with (
         sparing(),
         pytest.raises(
-            UserError, match=r"is not a set of options|not one|image spec must|does not know: missing"
+            UserError, match=r"is not a set of options|not one|image spec must|not know: missing"
         ),
     ):
         load_checkpoint(path)
