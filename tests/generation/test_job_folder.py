@@ -192,9 +192,10 @@ def test_an_interruption_keeps_an_earlier_result(
     grey: Path, tmp_path: Path, whole: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample(grey, tmp_path / "out", *JOBS["sample"])
-    interrupt(monkeypatch, 1, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        sample(grey, tmp_path / "out", "n=4", "batch_size=2", "seed=6")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            sample(grey, tmp_path / "out", "n=4", "batch_size=2", "seed=6")
     assert_same_result(tmp_path / "out", whole("sample"))
 
 

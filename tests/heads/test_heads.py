@@ -12,7 +12,7 @@ from scipy import stats
 from imagegen.core.errors import UserError
 from imagegen.heads.base import OutputHead
 from imagegen.heads.categorical import Categorical
-from imagegen.heads.controls import Controls, nucleus
+from imagegen.heads.controls import Controls, nucleus, tempered
 from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 
 EXTREMES = [-1e30, -1e6, -100.0, -7.0, -1.0, 0.0, 1.0, 7.0, 100.0, 1e6, 1e30]
@@ -313,6 +313,22 @@ def test_temperatures_of_mixtures(kind: str) -> None:
     assert 1 < len(narrow) <= head.n_mixtures + head.n_tables
     wide = head.sample(rows, uniforms, Controls(mixture_temperature=0.0)).unique(dim=0)
     assert len(wide) > 1
+
+
+def test_a_temperature_of_zero_leaves_the_first_of_the_largest() -> None:
+    logits = torch.tensor([[0.1, 0.5, -1.0, 0.5]])
+    assert tempered(logits, 0.0).softmax(dim=-1).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
+def test_every_uniform_number_matters(kind: str) -> None:
+    head = _head(kind, 256)
+    parameters, uniforms = torch.randn(50, _size(head)), _uniforms(50, head.uniforms_per_step)
+    drawn = head.sample(parameters, uniforms)
+    for u in range(head.uniforms_per_step):
+        other = uniforms.clone()
+        other[:, u] = 1 - other[:, u]
+        assert not torch.equal(head.sample(parameters, other), drawn)
 
 
 def test_nucleus_keeps_the_smallest_set_that_reaches_top_p() -> None:
