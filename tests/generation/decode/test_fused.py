@@ -96,7 +96,8 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
         ImageSpec(6, 5, 1, 17),
         {"attention": _attention("gated_delta.GatedDeltaNet", gate="channel", conv_size=0)},
     ),
-    "softmax": (ImageSpec(6, 5, 1, 17), {"attention": _attention("softmax.SoftmaxAttention")}),
+    # Keys are read in 32 columns at once, then in 8.
+    "softmax": (ImageSpec(7, 5, 1, 17), {"attention": _attention("softmax.SoftmaxAttention")}),
     "plain sub-pixels": (ImageSpec(5, 4, 3), {"tokens": "pixel", "head_dim": 5}),
 }
 
