@@ -190,25 +190,18 @@ class MixtureOfLogistics(OutputHead):
         levels = levels.squeeze(-1).long()
         if not self.n_tables:
             return levels
-        table = component - self.n_mixtures
-        cumulative = self.cumulative_tables(controls, parameters)[table.clamp(min=0)]
+        table = (component - self.n_mixtures).clamp(min=0)
+        cumulative = _cumulative(self._log_tables(parameters)[table], controls)
         drawn = (cumulative <= uniforms[:, 1:, None]).sum(dim=-1)
-        return torch.where(table.unsqueeze(-1) < 0, levels, drawn)
+        return torch.where((component < self.n_mixtures).unsqueeze(-1), levels, drawn)
 
-    def cumulative_tables(
-        self, controls: Controls, like: Float[Tensor, "..."] | None = None
-    ) -> Float64[Tensor, "t s levels"]:
+    def cumulative_tables(self, controls: Controls) -> Float64[Tensor, "t s levels"]:
         """Cumulative probabilities of the tables' levels, as they are drawn from.
 
         Args:
             controls: those for the width of a component act on the tables' levels.
-            like: a tensor on the device to compute on; that of the tables by default.
         """
-        logits = self._log_tables(to_float64(self.projection.weight) if like is None else like)
-        rows = tempered(logits.flatten(0, 1), controls.for_scale)
-        rows = nucleus(rows, controls.top_p).softmax(dim=-1).cumsum(dim=-1)
-        # Scaled by the total, which rounding may leave a little off 1.
-        return (rows / rows[:, -1:]).view_as(logits)
+        return _cumulative(self._log_tables(to_float64(self.projection.bias)), controls)
 
     def _log_tables(self, like: Tensor) -> Float[Tensor, "t s levels"]:
         """Log-probabilities of the levels of each table, in the precision and place of `like`."""
@@ -278,3 +271,10 @@ class MixtureOfLogistics(OutputHead):
         logits, rest = parameters.tensor_split([self.n_mixtures + self.n_tables], dim=-1)
         parts = rearrange(rest, "... (j k) -> ... j k", k=self.n_mixtures)
         return (logits.unsqueeze(-2), *parts.split(self._parts, dim=-2))
+
+
+def _cumulative(logits: Float[Tensor, "b s levels"], controls: Controls) -> Tensor:
+    rows = tempered(logits.flatten(0, 1), controls.for_scale)
+    rows = nucleus(rows, controls.top_p).softmax(dim=-1).cumsum(dim=-1)
+    # Scaled by the total, which rounding may leave a little off 1.
+    return (rows / rows[:, -1:]).view_as(logits)
