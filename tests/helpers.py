@@ -85,6 +85,22 @@ def run_main(monkeypatch: pytest.MonkeyPatch, main: Callable[[], Any], *argv: st
     return 0
 
 
+def assert_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    run: Path,
+    override: str,
+    sentence: str,
+) -> None:
+    """A training with this override is refused in one line that says so, and writes nothing."""
+    assert run_train(monkeypatch, *SMALL, override, f"hydra.run.dir={run}") == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert sentence in error
+    assert not run.exists()
+
+
 def write_image(path: Path, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """A random image, as written."""
     image = np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)

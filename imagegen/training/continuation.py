@@ -133,17 +133,20 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _may_be_recalled(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    section, _, name = key.rpartition(".")
-    target = f"{section}._target_"
-    if key not in before or key.startswith("dataset.") or name.startswith("_"):
+    if key not in before or key.startswith("dataset.") or key.rpartition(".")[2].startswith("_"):
         return False
-    return before.get(target) == now.get(target) and _is_value(before[key])
+    return _class_of(key, before) == _class_of(key, now) and _is_value(before[key])
 
 
 def _is_of_the_model(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether it is an option of a class that makes a part of the model, the same as until now."""
-    target = f"{key.rpartition('.')[0]}._target_"
-    return refusal(key) == _MODEL and target in now and before.get(target) == now[target]
+    kind = _class_of(key, now)
+    return refusal(key) == _MODEL and kind is not None and kind == _class_of(key, before)
+
+
+def _class_of(key: str, options: Mapping[str, Any]) -> Any:
+    """The class that an option's section names; None without."""
+    return options.get(f"{key.rpartition('.')[0]}._target_")
 
 
 def _is_value(value: Any) -> bool:

@@ -19,7 +19,7 @@ from imagegen.cli.entry import at_home
 from imagegen.core.build import build_section
 from imagegen.core.errors import UserError
 from imagegen.data.image_folder import ImageFolder
-from tests.helpers import SMALL, run_train
+from tests.helpers import SMALL, assert_refused, run_train
 
 
 class Copies(Callback):
@@ -73,12 +73,7 @@ def test_refused_before_a_run(
     override: str,
     sentence: str,
 ) -> None:
-    run = tmp_path / "run"
-    assert run_train(monkeypatch, *SMALL, override, f"hydra.run.dir={run}") == 1
-    error = capfd.readouterr().err
-    assert error.count("\n") == 1
-    assert sentence in error
-    assert not run.exists()
+    assert_refused(monkeypatch, capfd, tmp_path / "run", override, sentence)
 
 
 def test_time_between_checkpoints() -> None:

@@ -28,7 +28,16 @@ from imagegen.data.datamodule import ImageDataModule
 from imagegen.data.digits import Digits
 from imagegen.tracking.curves import curves
 from imagegen.training.optimizers import optimizer_factory
-from tests.helpers import DRAWING, SMALL, Interrupt, read_rows, read_weights, run_train, tiny_model
+from tests.helpers import (
+    DRAWING,
+    SMALL,
+    Interrupt,
+    assert_refused,
+    read_rows,
+    read_weights,
+    run_train,
+    tiny_model,
+)
 
 FOLDER = {"_target_": "imagegen.data.image_folder.ImageFolder", "size": [4, 4]}
 
@@ -277,13 +286,7 @@ def test_bad_settings_are_one_sentence(
     override: str,
     sentence: str,
 ) -> None:
-    run = tmp_path / "run"
-    assert run_train(monkeypatch, *SMALL, override, f"hydra.run.dir={run}") == 1
-    error = capfd.readouterr().err
-    assert error.count("\n") == 1
-    assert error.startswith("error: ")
-    assert sentence in error
-    assert not run.exists()
+    assert_refused(monkeypatch, capfd, tmp_path / "run", override, sentence)
 
 
 def _section(name: str, **changed: Any) -> dict[str, Any]:
