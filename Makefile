@@ -12,7 +12,7 @@ INSTALLED_TEST := $(VENV)/installed-test
 
 .DEFAULT_GOAL := help
 CKPT ?= demo/run
-.PHONY: help install demo page docs test test-slow matrix gpu drawing lint format lock clean
+.PHONY: help install demo page docs test test-browser test-slow matrix gpu drawing lint format lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -52,10 +52,8 @@ demo: $(INSTALLED) ## train, sample and complete digits, in minutes on a CPU
 	@echo "  imagegen evaluate ckpt=demo/run split=test out=test.json"
 	@echo "  python train.py experiment=mnist_cpu"
 
-# Gradio (6.31) takes no Pillow 13 yet, which constraints.txt pins for newer Pythons.
 page: $(INSTALLED) ## open a page that draws with a model: make page CKPT=<checkpoint or run folder>
-	@grep -v '^pillow==' constraints.txt > $(VENV)/constraints-page.txt
-	@$(PIP) install --quiet --editable '.[page]' --constraint $(VENV)/constraints-page.txt
+	@$(PIP) install --quiet --editable '.[page]' --constraint constraints.txt
 	$(VENV)/bin/imagegen page ckpt="$(CKPT)"
 
 docs: $(INSTALLED) ## build the documentation as a site: build/site/index.html
@@ -65,6 +63,10 @@ docs: $(INSTALLED) ## build the documentation as a site: build/site/index.html
 
 test: lint ## check everything: linter, formatter, types, tests
 	$(with_data) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
+
+test-browser: $(INSTALLED_TEST) ## make test, and the page in a browser (Debian's package chromium)
+	@$(PIP) install --quiet --editable '.[test,browser]' --constraint constraints.txt
+	@$(MAKE) test
 
 test-slow: $(INSTALLED_TEST) ## the tests that take more than a few seconds
 	$(with_data) $(PY) -m pytest -m slow
@@ -95,7 +97,7 @@ format: $(INSTALLED_TEST) ## format the code and fix what the linter can
 lock: $(INSTALLED_TEST) ## refresh constraints.txt from pyproject.toml (UPGRADE=--upgrade: newest versions)
 	$(PIP) install --quiet uv
 	$(PY) -m uv pip compile --quiet $(UPGRADE) --universal --python-version 3.10 \
-	  --extra test --extra optuna --extra slurm --extra docs --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
+	  --extra test --extra optuna --extra slurm --extra docs --extra browser --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
 	  --output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, the demo and caches; trained runs (outputs/) and data stay
