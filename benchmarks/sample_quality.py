@@ -82,18 +82,18 @@ class Classifier(nn.Module):
         return features.double(), self.logits(features).softmax(dim=-1)
 
 
-def trained(dataset: ImageDataset, epochs: int = EPOCHS) -> Classifier:
+def trained(dataset: ImageDataset) -> Classifier:
     """A classifier of the training images, moved by up to two pixels."""
     train = dataset.split("train")
     images, labels = torch.tensor(train.images), torch.tensor(train.labels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Classifier(dataset.spec, len(dataset.class_names or ()))
-        steps = len(images) // BATCH * epochs
+        steps = len(images) // BATCH * EPOCHS
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
         move = RandomCrop((dataset.spec.height, dataset.spec.width), padding=2)
-        for _ in range(epochs):
+        for _ in range(EPOCHS):
             order = torch.randperm(len(images))
             for chosen in order[: len(order) // BATCH * BATCH].split(BATCH):
                 moved = move(images[chosen].movedim(-1, 1)).movedim(1, -1)
