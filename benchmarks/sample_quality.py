@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -215,23 +216,19 @@ def measured(given: Any, command: str) -> str:
         key = key_of(dataset)
         datasets[key] = dataset
         members.setdefault(key, []).append(name)
-    lines = [
-        "# How good generated images are",
-        "",
-        where(head),
-        "",
-        f"```\n{command}\n```",
-        "",
+    said = (
         f"Each row is {given.n:,} images of seed {given.seed}, with the labels in turn where the "
         "model knows some. The distance is the **Frechet distance on the features of a small "
         "classifier, not FID**, to all test images: FID's formula on another network's features, "
-        "in units that only rows of the same table share. Rows of real images are its floor: a "
-        "finite number of images is never at 0. Its ± is the standard deviation over "
-        f"{RESAMPLES} bootstrap resamples of the row's images, that of a share its standard error. "
-        "As asked: the classifier takes the image for the label that was asked for (of a real "
-        f"image, for its own). Confident: it gives the class that it takes it for {CONFIDENT} or "
-        "more.",
-    ]
+        "in units that only rows of the same table share. Rows of real images are its floor, which "
+        "is above 0 and falls as the number of images grows. Its ± is the standard deviation over "
+        f"{RESAMPLES} bootstrap resamples of the row's images (near the floor about twice what new "
+        "images differ by), that of a share its standard error. As asked: the classifier takes the "
+        "image for the label that was asked for (of a real image, for its own). Confident: it "
+        f"gives the class that it takes it for {CONFIDENT} or more."
+    )
+    lines = ["# How good generated images are", "", where(head), "", f"```\n{command}\n```", ""]
+    lines += textwrap.wrap(said, 128)
     for key, dataset in datasets.items():
         classifier, accuracy, seconds = classifier_of(dataset, given.classifiers / f"{key}.pt")
         told = (
