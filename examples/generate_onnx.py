@@ -50,7 +50,7 @@ def generate(path: str | Path, n: int, seed: int = 0, label: int = -1) -> np.nda
         feed = {"token": token, "position": np.array(position), **labels, **state}
         found = dict(zip(names, session.run(names, feed), strict=True))
         state = {name: found[f"next.{name}"] for name in state}
-        token = draw(facts, found["parameters"], noise[:, position], found.get("tables"))
+        token = draw(facts, found["parameters"], noise[:, position])
         values[:, position] = token
     # Rows from the top, pixels from the left, the channels of a pixel together.
     return values.reshape(n, height, width, channels).astype(np.uint8)
@@ -62,29 +62,22 @@ def uniforms(seed: int, image: int, count: int) -> np.ndarray:
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
-def draw(
-    facts: dict[str, str],
-    parameters: np.ndarray,
-    noise: np.ndarray,
-    tables: np.ndarray | None = None,
-) -> np.ndarray:
-    """Draw the values of a step for each row of parameters, by inversion: levels "n s".
-
-    `tables` are those of a mixture that has such, log-probabilities "t s levels".
-    """
+def draw(facts: dict[str, str], parameters: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Draw the values of a step for each row of parameters, by inversion: levels "n s"."""
     parameters = parameters.astype(np.float64)
     if facts["head"] == "categorical":
         return invert(parameters, noise[:, 0])[:, np.newaxis]
     if facts["head"] != "mixture_of_logistics":
         raise SystemExit(f"this example does not know the head {facts['head']}.")
     # Choose a component, then for each value a point of its logistic, then the level around it.
-    # The parameters are the logits of k logistics and of the tables, s k means, s k log-scales and
-    # k coefficients for each value on each one before it.
+    # The parameters are the logits of k logistics and, where the mixture has one, of a softmax; those
+    # of its levels for each of the s values; s k means, s k log-scales and k coefficients
+    # for each value on each one before it.
     top, s = int(facts["levels"]) - 1, int(facts["values_per_step"])
-    k = int(facts["n_mixtures"])
-    choices = k + int(facts.get("n_tables", 0))
-    component = invert(parameters[:, :choices], noise[:, 0])
-    parts = parameters[:, choices:].reshape(len(parameters), -1, k)
+    k, softmax = int(facts["n_mixtures"]), int(facts.get("categorical", 0))
+    component = invert(parameters[:, : k + softmax], noise[:, 0])
+    logits = k + softmax + softmax * s * (top + 1)
+    parts = parameters[:, logits:].reshape(len(parameters), -1, k)
     chosen = parts[np.arange(len(parts)), :, np.minimum(component, k - 1)]
     means, log_scales = np.clip(chosen[:, :s], -1e4, 1e4), chosen[:, s : 2 * s]
     weights, first = np.tanh(chosen[:, 2 * s :]), 0
@@ -97,8 +90,7 @@ def draw(
         levels[:, i] = np.clip(np.rint((x + 1) / 2 * top), 0, top)
         first += i
     for row in np.flatnonzero(component >= k):
-        assert tables is not None
-        levels[row] = invert(tables[component[row] - k].astype(np.float64), noise[row, 1:])
+        levels[row] = invert(parameters[row, k + 1 : logits].reshape(s, -1), noise[row, 1:])
     return levels.astype(np.int64)
 
 

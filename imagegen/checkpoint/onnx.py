@@ -5,8 +5,6 @@
                label      int64 "batch"     of models that know labels: -1 is no label
                <state>                      each tensor of the state, the batch as its first axis
     outputs    parameters float32 "batch p" of the distribution of the next step's values
-               tables     float32 "t s levels": log-probabilities of each table of a mixture that
-                          has such, the same in every step
                next.<state>                 the state to continue from, one output an input
 
 A state tensor begins as a constant that the metadata's `initial_state` names. The metadata further
@@ -35,6 +33,7 @@ from imagegen.checkpoint.onnx_step import SingleStep
 from imagegen.core.errors import UserError
 from imagegen.core.files import write_atomic
 from imagegen.core.installation import pip_install
+from imagegen.heads.mixture_of_logistics import MixtureOfLogistics
 from imagegen.model.transformer import NO_LABEL, ImageTransformer
 
 OPSET = 18
@@ -83,8 +82,8 @@ def step_metadata(step: SingleStep) -> dict[str, str]:
 
     `height`, `width`, `channels`, `levels` of the images; `steps` of one, and `values_per_step`
     of a step; `n_classes`, the number of labels; `order` of the values, in words; `head`, the
-    distribution, with its `n_mixtures` and `n_tables` and the `uniforms_per_step` that our sampler
-    takes for it;
+    distribution, with its `n_mixtures`, whether it is `categorical` too (1, or 0) and the
+    `uniforms_per_step` that our sampler takes for it;
     `initial_state`, JSON: the number that fills each state tensor at first.
     """
     model = step.model
@@ -101,9 +100,9 @@ def step_metadata(step: SingleStep) -> dict[str, str]:
         "head": head.__module__.rpartition(".")[2],
         "initial_state": json.dumps({name: _fill(t) for name, t in step.state.items()}),
     }
-    for name in ("n_mixtures", "n_tables"):
-        if hasattr(model.head, name):
-            facts[name] = getattr(model.head, name)
+    if isinstance(model.head, MixtureOfLogistics):
+        facts["n_mixtures"] = model.head.n_mixtures
+        facts["categorical"] = int(model.head.categorical)
     return {name: str(fact) for name, fact in facts.items()}
 
 
@@ -157,7 +156,7 @@ def _exported(step: SingleStep) -> bytes:
         exported = torch.onnx.export(
             program,
             input_names=list(inputs),
-            output_names=["parameters", *step.constants, *(_NEXT + name for name in step.state)],
+            output_names=["parameters", *(_NEXT + name for name in step.state)],
             opset_version=OPSET,
             dynamo=True,
             verbose=False,

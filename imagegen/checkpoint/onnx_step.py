@@ -35,7 +35,6 @@ class SingleStep(nn.Module):
         _replace_bags(self.model)
         self.initial = self.model.initial_state(1)
         self.labelled = self.model.n_classes is not None
-        self.constants = self.model.head.constants()
         # Images are drawn as they are, which needs no input.
         self.initial = dataclasses.replace(self.initial, labels=None, orientation=None)
         self.state = {
@@ -61,7 +60,7 @@ class SingleStep(nn.Module):
         found = dict(named_tensors(state))
         # PyTorch 2.9 gives an input that is an output as well a name of its own.
         after = [found[name] for name in self.state]
-        return parameters, *(tensor.clone() for tensor in (*self.constants.values(), *after))
+        return parameters, *(tensor.clone() for tensor in after)
 
     def inputs(self, batch: int) -> dict[str, Tensor]:
         """Of the first step, by name."""

@@ -76,10 +76,6 @@ class OutputHead(nn.Module, ABC):
         """The parameters of the distribution around a prediction."""
         raise NotImplementedError(f"{type(self).__name__} takes no prediction")
 
-    def constants(self) -> dict[str, Tensor]:
-        """What a sampler has to know beside the parameters of a step, by name."""
-        return {}
-
     @abstractmethod
     def log_prob(
         self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]

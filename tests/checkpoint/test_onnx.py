@@ -47,7 +47,7 @@ EVERYTHING = {
     "gated": True,
     "residual_scale": 0.5,
 }
-TABLES = {**TINY_MODEL["head"], "n_tables": 3}
+SOFTMAX_TOO = {**TINY_MODEL["head"], "categorical": True}
 CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
 GREY, COLOUR = ImageSpec(5, 7, 1, 17), ImageSpec(3, 4, 3, 256)
 
@@ -78,12 +78,12 @@ def example() -> ModuleType:
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        pytest.param(GREY, {**DEFAULT, "head": TABLES}, id="default"),
+        pytest.param(GREY, {**DEFAULT, "head": SOFTMAX_TOO}, id="default"),
         pytest.param(COLOUR, {**PAPER, "head": CATEGORICAL}, id="paper"),
         *(
             pytest.param(spec, options, id=name, marks=pytest.mark.slow)
             for name, spec, options in (
-                ("colour", COLOUR, {**DEFAULT, "tokens": "pixel", "head": TABLES}),
+                ("colour", COLOUR, {**DEFAULT, "tokens": "pixel", "head": SOFTMAX_TOO}),
                 ("everything", COLOUR, EVERYTHING),
                 ("any order", COLOUR, {**ANY, "n_classes": 3, "label_grid": 2, "tokens": "pixel"}),
                 ("flips", GREY, {"flips": True}),
@@ -176,7 +176,7 @@ def test_says_what_a_program_has_to_know(exported: tuple[ImageTransformer, Path]
     facts = session.get_modelmeta().custom_metadata_map
     known = {"height": "5", "width": "7", "channels": "1", "levels": "17", "steps": "35"}
     known |= {"values_per_step": "1", "uniforms_per_step": "2", "n_classes": "0"}
-    known |= {"head": "mixture_of_logistics", "n_mixtures": "2", "n_tables": "0"}
+    known |= {"head": "mixture_of_logistics", "n_mixtures": "2", "categorical": "0"}
     assert known.items() <= facts.items()
     inputs = {entry.name: (entry.type, entry.shape) for entry in session.get_inputs()}
     assert inputs == {

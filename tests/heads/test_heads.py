@@ -23,13 +23,9 @@ def _head(kind: str, levels: int) -> OutputHead:
     if kind == "categorical":
         return Categorical(8, levels)
     per_step = 3 if "colour" in kind else 1
-    if "tables" not in kind:
+    if "softmax" not in kind:
         return MixtureOfLogistics(8, levels, per_step)
-    head = MixtureOfLogistics(8, levels, per_step, n_mixtures=4, n_tables=3)
-    assert head.tables is not None
-    with torch.no_grad():
-        head.tables.copy_(torch.randn(head.tables.shape) / 5)
-    return head.requires_grad_(False)
+    return MixtureOfLogistics(8, levels, per_step, n_mixtures=4, categorical=True)
 
 
 def _size(head: OutputHead) -> int:
@@ -41,7 +37,7 @@ def _uniforms(n: int, per_step: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(n, per_step, dtype=torch.float64, generator=generator).clamp(1e-12)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "tables"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "softmax"])
 @pytest.mark.parametrize("levels", [2, 17, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probabilities_sum_to_one(kind: str, levels: int, dtype: torch.dtype) -> None:
@@ -53,7 +49,7 @@ def test_probabilities_sum_to_one(kind: str, levels: int, dtype: torch.dtype) ->
         torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "tables"])
+@pytest.mark.parametrize("kind", ["mixture", "softmax"])
 @given(
     values=st.lists(st.sampled_from(EXTREMES), min_size=30, max_size=30),
     levels=st.sampled_from([17, 256]),
@@ -61,7 +57,8 @@ def test_probabilities_sum_to_one(kind: str, levels: int, dtype: torch.dtype) ->
 @settings(max_examples=100, deadline=None)
 def test_extreme_parameters(kind: str, values: list[float], levels: int) -> None:
     head = _head(kind, levels)
-    parameters = torch.tensor(values[: _size(head)], requires_grad=True)
+    size = _size(head)
+    parameters = torch.tensor((values * size)[:size], requires_grad=True)
     total = head.log_probabilities(parameters).double().exp().sum()
     assert abs(total.item() - 1) < 1e-6
     ends = torch.tensor([0, 1, levels - 2, levels - 1])
@@ -95,7 +92,7 @@ def test_categorical_is_a_softmax() -> None:
     torch.testing.assert_close(head.log_prob(parameters, values[:, None]).squeeze(-1), expected)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "tables"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "softmax"])
 @pytest.mark.parametrize("levels", [2, 17, 256])
 @pytest.mark.parametrize("spread", [0.3, 2.0])
 def test_draws_follow_the_probabilities(kind: str, levels: int, spread: float) -> None:
@@ -118,7 +115,7 @@ def _check_counts(observed: np.ndarray, expected: np.ndarray) -> None:
     assert result.pvalue > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "tables"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "softmax"])
 def test_temperature(kind: str) -> None:
     head = _head(kind, 256)
     parameters = torch.randn(1, _size(head)) * 2
@@ -133,7 +130,7 @@ def test_temperature(kind: str) -> None:
     assert (greedy == head.log_probabilities(parameters)[0].argmax()).all()
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "softmax", "colour, softmax"])
 def test_draws_stay_inside_for_the_outermost_uniforms(kind: str) -> None:
     head = _head(kind, 17)
     ends = torch.tensor([[2.0**-54], [1 - 2.0**-53]], dtype=torch.float64)
@@ -155,49 +152,59 @@ def test_means_start_spread_over_the_range() -> None:
 def test_too_few_components_are_refused() -> None:
     with pytest.raises(UserError, match="n_mixtures=0 must be at least 1"):
         MixtureOfLogistics(8, 256, n_mixtures=0)
-    with pytest.raises(UserError, match="n_tables=-1 must be at least 0"):
-        MixtureOfLogistics(8, 256, n_tables=-1)
 
 
 @pytest.mark.parametrize("per_step", [1, 3])
-def test_tables_are_components_beside_the_logistics(per_step: int) -> None:
-    """p = sum over logistics of w_k p_k + sum over tables of w_t prod over s of q_ts(x_s)."""
-    head = _head("colour, tables" if per_step == 3 else "tables", 17).double()
-    assert isinstance(head, MixtureOfLogistics)
-    assert head.tables is not None
+def test_a_softmax_is_one_component_more(per_step: int) -> None:
+    """p = sum over logistics of w_k p_k + w times the product over s of softmax_s(x_s)."""
+    head = _head("colour, softmax" if per_step == 3 else "softmax", 17).double()
     parameters = torch.randn(_size(head), dtype=torch.float64)
     values = torch.tensor([5, 0, 16])[:per_step]
-    weights = parameters[:7].softmax(0)
+    weights, rest = parameters[:5].softmax(0), parameters[5 + 17 * per_step :]
     alone = MixtureOfLogistics(8, 17, per_step, n_mixtures=4)
-    mass = torch.zeros(7, dtype=torch.float64)
+    expected = torch.zeros((), dtype=torch.float64)
     for k in range(4):
         one = torch.full((4,), -1e9, dtype=torch.float64)
         one[k] = 0
-        mass[k] = alone.log_prob(torch.cat([one, parameters[7:]]), values).sum().exp()
-    for t in range(3):
-        rows = (10 * head.tables[t]).softmax(-1)
-        mass[4 + t] = torch.stack([rows[s, x] for s, x in enumerate(values)]).prod()
-    expected = (weights * mass).sum().log()
-    torch.testing.assert_close(head.log_prob(parameters, values).sum(), expected)
+        expected += weights[k] * alone.log_prob(torch.cat([one, rest]), values).sum().exp()
+    rows = parameters[5 : 5 + 17 * per_step].view(per_step, 17).softmax(-1)
+    expected += weights[4] * torch.stack([rows[s, x] for s, x in enumerate(values)]).prod()
+    torch.testing.assert_close(head.log_prob(parameters, values).sum(), expected.log())
 
 
-@pytest.mark.parametrize("kind", ["tables", "colour, tables"])
-def test_controls_act_on_the_levels_of_tables(kind: str) -> None:
+@pytest.mark.parametrize("prediction", [False, True])
+def test_a_softmax_begins_with_half_of_the_probability(prediction: bool) -> None:
+    head = MixtureOfLogistics(8, 17, 3, categorical=True)
+    if prediction:
+        head.start_from_prediction()
+    parameters = head.projection.bias
+    assert parameters[:11].softmax(0)[10].item() == pytest.approx(0.5)
+    assert (parameters[11:62] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "colour, softmax"])
+def test_controls_act_on_the_levels_of_a_softmax(kind: str) -> None:
     head = _head(kind, 17)
-    assert isinstance(head, MixtureOfLogistics)
-    cumulative = head.cumulative_tables(Controls())
-    masses = cumulative.diff(dim=-1, prepend=torch.zeros_like(cumulative[..., :1]))
-    colder = head.cumulative_tables(Controls(temperature=0.5))
-    squared = masses**2
-    expected = (squared / squared.sum(-1, keepdim=True)).cumsum(-1)
-    torch.testing.assert_close(colder, expected)
-    likeliest = head.cumulative_tables(Controls(mixture_temperature=1.0, scale_temperature=0.0))
-    assert ((likeliest == 1).sum(-1) == 17 - masses.argmax(-1)).all()
-    kept = head.cumulative_tables(Controls(top_p=0.5)).diff(dim=-1) > 0
-    assert kept.sum(-1).max() < 16
+    per_step = head.values_per_step
+    generator = torch.Generator().manual_seed(3)
+    parameters = torch.randn(1, _size(head), generator=generator)
+    parameters[:, :5] = torch.tensor([-100.0, -100, -100, -100, 0])
+    scores = parameters[0, 5 : 5 + 17 * per_step].view(per_step, 17).double()
+    n = 100_000
+    rows, uniforms = parameters.expand(n, -1), _uniforms(n, 1 + per_step)
+    for controls, expected in (
+        (Controls(temperature=0.5), (2 * scores).softmax(-1)),
+        (Controls(top_p=0.5), nucleus(scores, 0.5).softmax(-1)),
+    ):
+        drawn = head.sample(rows, uniforms, controls)
+        for s in range(per_step):
+            counts = np.bincount(drawn[:, s].numpy(), minlength=17)
+            _check_counts(counts, n * expected[s].numpy())
+    sure = Controls(mixture_temperature=1.0, scale_temperature=0.0)
+    assert (head.sample(rows, uniforms, sure) == scores.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("kind", ["colour", "colour, tables"])
+@pytest.mark.parametrize("kind", ["colour", "colour, softmax"])
 def test_values_of_a_step_are_chained(kind: str) -> None:
     """Sum of the chain's terms = the joint probability, summed over all colours: 1."""
     head = _head(kind, 5)
@@ -248,7 +255,7 @@ def test_means_lie_around_a_prediction() -> None:
     expected = expected + torch.stack(
         [torch.zeros(2).double(), alpha * rest[0], beta * rest[0] + gamma * rest[1]]
     )
-    _, means, seen_scales, coefficients = head._bounded(around)
+    *_, means, seen_scales, coefficients = head._bounded(around)
     torch.testing.assert_close(head._shifted(means, coefficients, x[:, None]), expected)
     torch.testing.assert_close(seen_scales, scales)
     torch.testing.assert_close(head(hidden, torch.zeros(3).double())[:2], alone[:2])
@@ -267,7 +274,7 @@ def test_a_channel_errs_as_the_one_before_it_at_first() -> None:
     torch.testing.assert_close(coefficients.tanh(), expected)
 
 
-@pytest.mark.parametrize("kind", ["colour", "colour, tables"])
+@pytest.mark.parametrize("kind", ["colour", "colour, softmax"])
 @pytest.mark.parametrize("guidance", [None, 1.0])
 def test_colours_drawn_follow_the_probabilities(kind: str, guidance: float | None) -> None:
     head = _head(kind, 4)
@@ -285,7 +292,7 @@ def test_colours_drawn_follow_the_probabilities(kind: str, guidance: float | Non
     _check_counts(np.bincount(index.numpy(), minlength=64), n * log_prob.exp().numpy())
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "softmax", "colour, softmax"])
 def test_guidance_moves_away_from_the_unconditional(kind: str) -> None:
     head = _head(kind, 17)
     generator = torch.Generator().manual_seed(5)
@@ -299,7 +306,7 @@ def test_guidance_moves_away_from_the_unconditional(kind: str) -> None:
     _check_counts(np.bincount(drawn[:, 0].numpy(), minlength=17), n * expected.numpy())
 
 
-@pytest.mark.parametrize("kind", ["mixture", "colour", "tables", "colour, tables"])
+@pytest.mark.parametrize("kind", ["mixture", "colour", "softmax", "colour, softmax"])
 def test_temperatures_of_mixtures(kind: str) -> None:
     head = _head(kind, 256)
     parameters = torch.randn(1, _size(head), generator=torch.Generator().manual_seed(2)) * 2
@@ -310,7 +317,7 @@ def test_temperatures_of_mixtures(kind: str) -> None:
     assert len(head.sample(rows, uniforms, sure).unique(dim=0)) == 1
     narrow = head.sample(rows, uniforms, Controls(scale_temperature=0.0)).unique(dim=0)
     assert isinstance(head, MixtureOfLogistics)
-    assert 1 < len(narrow) <= head.n_mixtures + head.n_tables
+    assert 1 < len(narrow) <= head.n_components
     wide = head.sample(rows, uniforms, Controls(mixture_temperature=0.0)).unique(dim=0)
     assert len(wide) > 1
 
@@ -320,7 +327,7 @@ def test_a_temperature_of_zero_leaves_the_first_of_the_largest() -> None:
     assert tempered(logits, 0.0).softmax(dim=-1).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "softmax", "colour, softmax"])
 def test_every_uniform_number_matters(kind: str) -> None:
     head = _head(kind, 256)
     parameters, uniforms = torch.randn(50, _size(head)), _uniforms(50, head.uniforms_per_step)
@@ -344,7 +351,7 @@ def test_nucleus_keeps_the_smallest_set_that_reaches_top_p() -> None:
         assert finite == kept
 
 
-@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "tables", "colour, tables"])
+@pytest.mark.parametrize("kind", ["mixture", "categorical", "colour", "softmax", "colour, softmax"])
 def test_top_p_leaves_out_what_is_rare(kind: str) -> None:
     head = _head(kind, 256)
     generator = torch.Generator().manual_seed(4)

@@ -537,16 +537,19 @@ def test_a_run_of_before_an_option_of_the_model_continues_without_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default of this version would make another model."""
-    run = make(*PLAIN, "trainer.max_epochs=1", "head.n_tables=0")
+    run = make(*PLAIN, "trainer.max_epochs=1", "head.categorical=false")
     content = last(run)
     metadata = content["imagegen"]
     for head in (metadata["config"]["head"], metadata["model"]["head"]):
-        head.pop("n_tables", None)  # they may be one object
-    metadata["overrides"].remove("head.n_tables=0")
+        head.pop("categorical", None)  # they may be one object
+    metadata["overrides"].remove("head.categorical=false")
     torch.save(content, run / "checkpoints/last.ckpt")
     assert run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=2") == 0
-    assert "n_tables" not in OmegaConf.load(run / "config.yaml").head
-    assert run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=3", "head.n_tables=32") == 1
+    assert "categorical" not in OmegaConf.load(run / "config.yaml").head
+    assert (
+        run_train(monkeypatch, f"resume={run}", "trainer.max_epochs=3", "head.categorical=true")
+        == 1
+    )
 
 
 def test_the_first_step_after_a_raised_limit_has_the_rate_of_the_new_schedule(

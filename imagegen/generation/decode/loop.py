@@ -73,10 +73,12 @@ class Settings(NamedTuple):
     gated: bool
     mixture: bool  # or categorical
     components: int  # logistics of the mixture; or levels
+    categorical: bool  # whether the mixture has a softmax too
+    logits: int  # numbers of the distribution before the means
+    levels: int
     residual_unit: float
     choice_temperature: float
     scale_temperature: float
-    tables: Float64[np.ndarray, "t s levels"]  # of the mixture, cumulative
 
 
 class Rows(NamedTuple):
@@ -262,9 +264,8 @@ def _distribution(w, settings, rows, shares, position, flags, members):
     if predicted.shape[1] > 0:
         order, tables = rows.order, w.embedding
         predict(rows.sequence, position, order, tables, w.prediction, predicted, first, stop)
-        components, tables = settings.components, settings.tables.shape[0]
-        unit = settings.residual_unit
-        lay_around(rows.parameters, predicted, components, tables, unit, first, stop)
+        components, logits, unit = settings.components, settings.logits, settings.residual_unit
+        lay_around(rows.parameters, predicted, components, logits, unit, first, stop)
 
 
 @no_type_check
@@ -274,8 +275,20 @@ def _draw(settings, rows, position, uniforms, choices, first, stop):
     parameters, values = rows.parameters, rows.sequence[:, position]
     choice, scale = settings.choice_temperature, settings.scale_temperature
     if settings.mixture:
-        tables = settings.tables
-        draw_mixture(parameters, uniforms, choice, scale, tables, choices, values, first, stop)
+        k, categorical, levels = settings.components, settings.categorical, settings.levels
+        draw_mixture(
+            parameters,
+            uniforms,
+            choice,
+            scale,
+            k,
+            categorical,
+            levels,
+            choices,
+            values,
+            first,
+            stop,
+        )
     else:
         draw_categorical(parameters, uniforms, choice, choices, values, first, stop)
 

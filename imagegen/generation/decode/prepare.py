@@ -73,11 +73,11 @@ def _norm(norm: nn.Module) -> np.ndarray:
 
 
 def choices_of(model: ImageTransformer) -> int:
-    """Components of the mixture, tables too; or levels."""
-    head = model.head
+    """The most logits that a value or a component is chosen by."""
+    head, levels = model.head, model.spec.levels
     if isinstance(head, MixtureOfLogistics):
-        return head.n_mixtures + head.n_tables
-    return model.spec.levels
+        return max(head.n_components, levels if head.categorical else 0)
+    return levels
 
 
 def features_of(model: ImageTransformer) -> int:
@@ -126,13 +126,11 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
     levels = model.spec.levels
     if isinstance(head, MixtureOfLogistics):
         mixture, components, unit = True, head.n_mixtures, head.residual_unit
+        categorical, logits = head.categorical, head.n_logits
         choice, scale = controls.for_mixture, controls.for_scale
-        with torch.no_grad():
-            tables = head.cumulative_tables(controls).numpy()
     else:
-        mixture, components, unit = False, levels, 1.0
+        mixture, components, unit, categorical, logits = False, levels, 1.0, False, levels
         choice, scale = controls.temperature, 1.0
-        tables = np.zeros((0, model.raster.values_per_step, levels))
     given = cast(float | None, model.norm.eps)
     eps = torch.finfo(torch.float32).eps if given is None else given  # RMSNorm's default
     return Settings(
@@ -145,8 +143,10 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
         gated,
         mixture,
         components,
+        categorical,
+        logits,
+        levels,
         unit,
         float(choice),
         float(scale),
-        tables,
     )

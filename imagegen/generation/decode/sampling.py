@@ -1,7 +1,7 @@
 """Draw the values of a step from the output distribution, as `OutputHead.sample` does.
 
-Axes: `r` row, `p` parameter, `u` uniform number, `s` value, `k` logistic, `t` table, `c` component
-of either kind.
+Axes: `r` row, `p` parameter, `u` uniform number, `s` value, `k` logistic, `c` component: a
+logistic, a softmax or a level.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG
 @no_type_check
 @compiled()
 def _choose(logits, temperature, uniform, work):
-    """`invert_cumulative` of the first logits at a temperature, as many as `work` has room for."""
-    count, likeliest = work.shape[0], 0
+    """`invert_cumulative` of logits at a temperature; `work` has room for as many numbers."""
+    count, likeliest = logits.shape[0], 0
     for k in range(count):
         if logits[k] > logits[likeliest]:
             likeliest = k
@@ -51,34 +51,35 @@ def draw_categorical(parameters, uniforms, temperature, work, values, first, sto
         first, stop: the rows to go through.
     """
     for r in range(first, stop):
-        values[r, 0] = _choose(parameters[r], temperature, uniforms[r, 0], work)
+        logits = parameters[r, : work.shape[0]]
+        values[r, 0] = _choose(logits, temperature, uniforms[r, 0], work)
 
 
 @no_type_check
 @compiled()
-def lay_around(parameters, predicted, components, tables, unit, first, stop):
+def lay_around(parameters, predicted, components, logits, unit, first, stop):
     """Count the means of a mixture from a prediction; see `MixtureOfLogistics`.
 
     Args:
         parameters: "r p", or wider, as the head lays them out, changed.
         predicted: "r s".
         components: number of logistics.
-        tables: number of tables.
+        logits: numbers of a row before the means.
         unit: of the means around a prediction.
         first, stop: the rows to go through.
     """
     per_step = predicted.shape[1]
     for r in range(first, stop):
-        row = parameters[r, tables:]
+        row = parameters[r, logits:]
         for k in range(components):
-            coefficient = components * (1 + 2 * per_step) + k
+            coefficient = components * 2 * per_step + k
             for s in range(per_step):
                 shift = float(predicted[r, s])
                 for earlier in range(s):
                     shift -= math.tanh(float(row[coefficient])) * float(predicted[r, earlier])
                     coefficient += components
-                mean = unit * float(row[components * (1 + s) + k])
-                row[components * (1 + s) + k] = np.float32(mean + shift)
+                mean = unit * float(row[components * s + k])
+                row[components * s + k] = np.float32(mean + shift)
 
 
 @no_type_check
@@ -88,7 +89,9 @@ def draw_mixture(
     uniforms,
     mixture_temperature,
     scale_temperature,
-    tables,
+    components,
+    categorical,
+    levels,
     work,
     values,
     first,
@@ -100,30 +103,32 @@ def draw_mixture(
         parameters: "r p", or wider, as the head lays them out.
         uniforms: "r s + 1".
         mixture_temperature, scale_temperature: of the choice and of the width.
-        tables: "t s levels", see `MixtureOfLogistics.cumulative_tables`.
-        work: "c", float64.
+        components: number of logistics.
+        categorical: whether there is a softmax beside them.
+        levels: number of levels.
+        work: float64, for as many numbers as there are components or levels.
         values: "r s", written.
         first, stop: the rows to go through.
     """
-    per_step, levels = values.shape[1], tables.shape[2]
-    components = work.shape[0] - tables.shape[0]
+    per_step, choices = values.shape[1], components + categorical
+    logits = choices + categorical * per_step * levels
     for r in range(first, stop):
-        k = _choose(parameters[r], mixture_temperature, uniforms[r, 0], work)
+        k = _choose(parameters[r, :choices], mixture_temperature, uniforms[r, 0], work)
         if k >= components:
             for s in range(per_step):
-                below = tables[k - components, s]
-                values[r, s] = np.searchsorted(below, uniforms[r, 1 + s], side="right")
+                scores = parameters[r, choices + s * levels : choices + (s + 1) * levels]
+                values[r, s] = _choose(scores, scale_temperature, uniforms[r, 1 + s], work)
             continue
-        row = parameters[r, tables.shape[0] :]
-        coefficient = components * (1 + 2 * per_step) + k
+        row = parameters[r, logits:]
+        coefficient = components * 2 * per_step + k
         for s in range(per_step):
-            mean = float(row[components * (1 + s) + k])
+            mean = float(row[components * s + k])
             mean = min(max(mean, -MAX_MEAN), MAX_MEAN)
             for earlier in range(s):
                 x = values[r, earlier] * (2.0 / (levels - 1)) - 1.0
                 mean += math.tanh(float(row[coefficient])) * x
                 coefficient += components
-            log_scale = float(row[components * (1 + per_step + s) + k])
+            log_scale = float(row[components * (per_step + s) + k])
             scale = math.exp(min(max(log_scale, MIN_LOG_SCALE), MAX_LOG_SCALE))
             u = uniforms[r, 1 + s]
             x = mean + scale_temperature * scale * math.log(u / (1.0 - u))

@@ -30,10 +30,10 @@ from tests.helpers import tiny_model
 
 NEIGHBOURHOOD = {"_target_": "imagegen.model.embeddings.Neighbourhood"}
 CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
-TABLES = {
+SOFTMAX_TOO = {
     "_target_": "imagegen.heads.mixture_of_logistics.MixtureOfLogistics",
     "n_mixtures": 4,
-    "n_tables": 3,
+    "categorical": True,
 }
 
 
@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
     "paper": (ImageSpec(9, 7), {"norm_first": False, "activation": "relu", "n_layers": 2}),
     "default": (
         ImageSpec(9, 7, 1, 17),
-        {"embedding": NEIGHBOURHOOD, "n_layers": 2, "linear_prediction": True, "head": TABLES},
+        {"embedding": NEIGHBOURHOOD, "n_layers": 2, "linear_prediction": True, "head": SOFTMAX_TOO},
     ),
     "sub-pixels": (ImageSpec(5, 4, 3), {"embedding": NEIGHBOURHOOD}),
     "pixels": (
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
             "gated": True,
             "activation": "silu",
             "residual_scale": 0.5,
-            "head": TABLES,
+            "head": SOFTMAX_TOO,
         },
     ),
     "any order": (
@@ -79,7 +79,12 @@ MODELS: dict[str, tuple[ImageSpec, dict[str, Any]]] = {
     ),
     "any order, sub-pixels": (
         ImageSpec(5, 4, 3, 17),
-        {"embedding": NEIGHBOURHOOD, "order": "any", "linear_prediction": True, "head": TABLES},
+        {
+            "embedding": NEIGHBOURHOOD,
+            "order": "any",
+            "linear_prediction": True,
+            "head": SOFTMAX_TOO,
+        },
     ),
     "categorical": (ImageSpec(6, 5, 1, 17), {"head": CATEGORICAL, "attention": RELU}),
     "retention": (ImageSpec(6, 5, 1, 17), {"attention": _attention("retention.Retention")}),
