@@ -34,8 +34,8 @@ FORCE_BF16 = "IMAGEGEN_BF16"
 
 FORCE_BF16_DRAWING = "IMAGEGEN_BF16_DRAWING"
 """Environment variable, 0 or 1: overrides `bf16_drawing`."""
-BLOCK = 64
-"""Rows of a bfloat16 product in drawing."""
+BLOCK = 128
+"""Rows of a bfloat16 product in drawing: AMX needs many to outdo the loop's own products."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SELF_CGROUP = Path("/proc/self/cgroup")

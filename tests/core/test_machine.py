@@ -91,9 +91,9 @@ def test_auto_follows_the_instructions(
     ("names", "forced", "batch_size", "expected"),
     [
         ({"avx512_bf16"}, None, 1024, "no: this CPU has no AMX"),
-        ({"amx_bf16"}, None, 127, "no: AMX, from batches of 128 on"),
-        ({"amx_bf16"}, None, 128, "yes: AMX, from batches of 128 on"),
-        ({"amx_bf16"}, "0", 128, "no: IMAGEGEN_BF16_DRAWING=0"),
+        ({"amx_bf16"}, None, 255, "no: AMX, from batches of 256 on"),
+        ({"amx_bf16"}, None, 256, "yes: AMX, from batches of 256 on"),
+        ({"amx_bf16"}, "0", 256, "no: IMAGEGEN_BF16_DRAWING=0"),
         (set(), "1", 1, "yes: IMAGEGEN_BF16_DRAWING=1"),
     ],
 )

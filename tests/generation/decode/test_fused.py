@@ -246,6 +246,8 @@ def test_bf16_draws_what_pytorch_draws(
 ) -> None:
     """More rows than a block, as far as rounding leaves the values alike; and particles."""
     _needs_bf16()
+    monkeypatch.setattr(fused, "BLOCK", 16)
+    monkeypatch.setattr(bf16, "BLOCK", 16)
     options: dict[str, Any] = {"seed": 3, "labels": _labels(model)}
     compiled = _all(model, 70, precision="bf16", batch_size=70, **options)
     monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
@@ -273,11 +275,11 @@ def test_bf16_is_chosen_by_the_batch(
         assert decoder is not None
         return decoder.precision
 
-    assert precision(127) != "bf16"
-    assert precision(128) == "bf16"
+    assert precision(255) != "bf16"
+    assert precision(256) == "bf16"
     decode.say.cache_clear()
     monkeypatch.setattr(bf16, "why_not", lambda: "this PyTorch has no oneDNN")
-    assert precision(128) == precision(128) == precision(127)
+    assert precision(256) == precision(256) == precision(255)
     assert capsys.readouterr().err.count("drawing without bfloat16: this PyTorch") == 1
     assert choose_decoder(model, Controls(), "bf16") is None
 
