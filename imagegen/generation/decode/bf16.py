@@ -2,8 +2,8 @@
 
 A tile of AMX multiplies 16 rows at once, ten times as fast as the whole numbers of `integer`, but
 Numba cannot generate it. So the compiled loop calls back for every product. Which kernel oneDNN
-takes depends on the number of rows, and so might the order of sums: products are always of `BLOCK`
-rows, so that an image does not depend on how many others there are.
+takes depends on the number of rows, and so might the order of sums: products are always of one block
+of rows, some of them padding, so that an image does not depend on how many others there are.
 
 Axes: `l` layer, `r` row, `i` input, `o` output.
 """
@@ -24,7 +24,6 @@ from numba.extending import intrinsic
 
 from imagegen.core.compiled.compile import fast
 from imagegen.core.compiled.elementwise import as_int
-from imagegen.core.machine import BLOCK
 
 if TYPE_CHECKING:
     from imagegen.generation.decode.loop import Rows, Weights
@@ -81,15 +80,16 @@ class Products:
 
     Args:
         weights: whose layers are of bfloat16.
+        block: rows of a product, as many as `Rows.whole` has.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, block: int) -> None:
         pack = torch.ops.mkldnn._reorder_linear_weight.default
         outputs = {"mix": "given", "out": "y", "up": "hidden", "down": "y"}
         self.layers = {
             bits.ctypes.data: (
                 bits.shape[1],
-                pack(torch.from_numpy(bits).view(torch.bfloat16), BLOCK),
+                pack(torch.from_numpy(bits).view(torch.bfloat16), block),
                 torch.from_numpy(bias).bfloat16(),
                 output,
             )

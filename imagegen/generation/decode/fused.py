@@ -68,7 +68,7 @@ class FusedDecoder(Decoder):
         self.weights = weights_of(model, layers, bits)
         self.products, self.block = None, None
         if bits == BF16:
-            self.products, self.block = Products(self.weights), BLOCK
+            self.products, self.block = Products(self.weights, BLOCK), BLOCK
         self.features = cast(MixtureOfLogistics, model.head).projection.out_features
 
     def draw(

@@ -194,7 +194,6 @@ def test_an_image_does_not_depend_on_its_company(
     monkeypatch.setenv(machine.FORCE_BF16_DRAWING, forced)
     monkeypatch.setattr(fused, "MICRO_BATCH", 12)
     monkeypatch.setattr(fused, "BLOCK", 16)
-    monkeypatch.setattr(bf16, "BLOCK", 16)
     monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
     expected = _all(model, 40, seed=3, labels=_labels(model))
     for n, batch_size, threads in ((1, 1, 1), (3, 2, 2), (40, 7, 1), (40, 64, 3)):
@@ -247,7 +246,6 @@ def test_bf16_draws_what_pytorch_draws(
     """More rows than a block, as far as rounding leaves the values alike; and particles."""
     _needs_bf16()
     monkeypatch.setattr(fused, "BLOCK", 16)
-    monkeypatch.setattr(bf16, "BLOCK", 16)
     options: dict[str, Any] = {"seed": 3, "labels": _labels(model)}
     compiled = _all(model, 70, precision="bf16", batch_size=70, **options)
     monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
