@@ -1,9 +1,9 @@
 """Matrix products of bfloat16 by oneDNN, PyTorch's library, for processors that have AMX.
 
-A tile of AMX multiplies 16 rows at once, ten times as fast as the whole numbers of `integer`, but
-Numba cannot generate it. So the compiled loop calls back for every product. Which kernel oneDNN
-takes depends on the number of rows, and so might the order of sums: products are always of one block
-of rows, some of them padding, so that an image does not depend on how many others there are.
+AMX multiplies tiles of 16 rows at once, but Numba cannot generate it, so that the compiled loop
+calls back for every product. Which kernel oneDNN takes depends on the number of rows, and so might
+the order of sums: products are always of one block of rows, some of them padding, so that an image
+does not depend on how many others there are.
 
 Axes: `l` layer, `r` row, `i` input, `o` output.
 """
