@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from imagegen.core.installation import typed
-from imagegen.core.machine import AUTO, describe, threads, training_precision
+from imagegen.core.machine import AUTO, bf16_drawing, describe, threads, training_precision
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,7 @@ def _report() -> Iterator[tuple[str, str]]:
     import imagegen
     from imagegen.attention import linear_scan
     from imagegen.core.values import resolve_device
+    from imagegen.generation.sampling_loop import DEFAULT_BATCH
 
     found = describe(torch.device("cpu"))
     yield "processor", found["processor"]
@@ -38,6 +39,7 @@ def _report() -> Iterator[tuple[str, str]]:
     yield "TF32", "off; trainer.precision=tf32 turns it on"
     device = resolve_device(AUTO)
     yield "drawing", f"on {device}; {_drawing(device)}"
+    yield "bf16 drawing", str(bf16_drawing(DEFAULT_BATCH))
     yield "system", found["system"]
     yield "Python", found["python_version"]
     yield "imagegen", imagegen.__version__

@@ -32,6 +32,11 @@ _LONG_NAMES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "6
 FORCE_BF16 = "IMAGEGEN_BF16"
 """Environment variable, 0 or 1: overrides the detection of bfloat16 instructions."""
 
+FORCE_BF16_DRAWING = "IMAGEGEN_BF16_DRAWING"
+"""Environment variable, 0 or 1: overrides `bf16_drawing`."""
+BLOCK = 128
+"""Rows of a bfloat16 product in drawing: AMX needs many to outdo the loop's own products."""
+
 _CPUINFO = Path("/proc/cpuinfo")
 _SELF_CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -103,6 +108,22 @@ def bf16(device: torch.device) -> Choice:
 def has_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16; see `bf16`."""
     return bf16(device).value == "yes"
+
+
+def bf16_drawing(batch_size: int) -> Choice:
+    """Whether batches of this size are drawn with bfloat16 products, "yes" or "no", and why.
+
+    Only AMX makes them faster than the loop's own, and only for blocks of rows, one a thread.
+    """
+    import torch
+
+    forced = os.environ.get(FORCE_BF16_DRAWING)
+    if forced in ("0", "1"):
+        return Choice("yes" if forced == "1" else "no", f"{FORCE_BF16_DRAWING}={forced}")
+    if "amx_bf16" not in instruction_sets() or not torch.backends.mkldnn.is_available():
+        return Choice("no", "this CPU has no AMX")
+    needed = BLOCK * int(threads().value)
+    return Choice("yes" if batch_size >= needed else "no", f"AMX, from batches of {needed} on")
 
 
 def training_devices(options: Mapping[str, Any]) -> list[torch.device]:
@@ -333,12 +354,12 @@ def _set_threads(count: int) -> None:
 
 
 @contextmanager
-def limited_threads() -> Iterator[None]:
-    """PyTorch has no more threads than usable CPUs while the block runs."""
+def limited_threads(most: int | None = None) -> Iterator[None]:
+    """PyTorch has no more threads than usable CPUs, or than `most`, while the block runs."""
     import torch
 
     before = torch.get_num_threads()
-    _set_threads(int(threads().value))
+    _set_threads(most or int(threads().value))
     try:
         yield
     finally:

@@ -268,7 +268,13 @@ def _request(
     from imagegen.generation.sampling_request import SamplingRequest
 
     return SamplingRequest.of(
-        model, options.seed, options.controls, labels, None, options.precision
+        model,
+        options.seed,
+        options.controls,
+        labels,
+        None,
+        options.precision,
+        batch_size=options.batch_size or _default_batch(),
     )
 
 

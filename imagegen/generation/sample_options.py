@@ -15,7 +15,7 @@ from imagegen.data.regions import Region, read_region, read_rows
 from imagegen.heads.controls import Controls
 
 TASKS = ("sample", "complete")
-PRECISIONS = ("auto", "32", "int16", "int8")
+PRECISIONS = ("auto", "32", "bf16", "int16", "int8")
 """Of the weights in compiled loops; see `imagegen.generation.decode.choose_decoder`."""
 
 

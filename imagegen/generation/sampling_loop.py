@@ -140,12 +140,13 @@ def generate(
         model: draws on its device; its training mode is left as it was.
         n: number of images, at least 1.
         seed: 0 to 2^64 - 1. Image i of a seed has the same random numbers for every n, batch size
-            and start; on the CPU it is the same image, on other devices but for their rounding.
+            and start; on the CPU it is the same image, on other devices but for their rounding. On
+            processors with AMX, `precision=auto` rounds otherwise from some batch size on.
         controls: temperatures, top_p and guidance; by default, what the model has learned is drawn.
         labels: image i is of class labels[i % len(labels)], 0 to n_classes - 1, or -1 for none;
             without them no image has a label.
         batch_size: images drawn together; 64 by default.
-        precision: of the weights where a compiled loop draws: auto, 32, int16 or int8; see
+        precision: of the weights where a compiled loop draws: auto, 32, bf16, int16 or int8; see
             `imagegen.generation.decode.choose_decoder`.
         progress: called with the (fractional) number of images done since the last call.
         watch: called with a `Snapshot` of the images that are being drawn, some times a second and
@@ -161,7 +162,9 @@ def generate(
     """
     _check("n", n, 1)
     _check("start", start, 0)
-    request = SamplingRequest.of(model, seed, controls, labels, progress, precision, watch)
+    request = SamplingRequest.of(
+        model, seed, controls, labels, progress, precision, watch, _checked_batch(batch_size)
+    )
     return draw_images(model, range(start, start + n), request, batch_size)
 
 
@@ -230,7 +233,9 @@ def complete(
     """
     _check("completions", completions, 1)
     chosen = [(image, fork) for image in range(len(images)) for fork in range(completions)]
-    request = SamplingRequest.of(model, seed, controls, labels, progress, precision, watch)
+    request = SamplingRequest.of(
+        model, seed, controls, labels, progress, precision, watch, _checked_batch(batch_size)
+    )
     result = np.repeat(images[:, None], completions, axis=1)
     kept = as_visible(visible, *images.shape[:3])
     pieces = draw_completions(model, images, kept, chosen, request, batch_size, particles, report)

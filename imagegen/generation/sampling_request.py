@@ -58,6 +58,7 @@ class SamplingRequest:
         progress: Progress | None,
         precision: str = "auto",
         watch: Watch | None = None,
+        batch_size: int = 1,
     ) -> SamplingRequest:
         """The request of a user, checked.
 
@@ -76,7 +77,7 @@ class SamplingRequest:
                 f"guidance={controls.guidance} needs labels to guide towards; add label=."
             )
         chosen = None if labels is None else tuple(labels)
-        decoder = choose_decoder(model, controls, precision)
+        decoder = choose_decoder(model, controls, precision, batch_size)
         return cls(seed, controls, chosen, progress, decoder, watch)
 
     @property

@@ -88,6 +88,32 @@ def test_auto_follows_the_instructions(
 
 
 @pytest.mark.parametrize(
+    ("names", "forced", "batch_size", "expected"),
+    [
+        ({"avx512_bf16"}, None, 1024, "no: this CPU has no AMX"),
+        ({"amx_bf16"}, None, 255, "no: AMX, from batches of 256 on"),
+        ({"amx_bf16"}, None, 256, "yes: AMX, from batches of 256 on"),
+        ({"amx_bf16"}, "0", 256, "no: IMAGEGEN_BF16_DRAWING=0"),
+        (set(), "1", 1, "yes: IMAGEGEN_BF16_DRAWING=1"),
+    ],
+)
+def test_large_batches_are_drawn_with_bf16_where_there_is_amx(
+    names: set[str],
+    forced: str | None,
+    batch_size: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(machine.FORCE_BF16_DRAWING, raising=False)
+    if forced is not None:
+        monkeypatch.setenv(machine.FORCE_BF16_DRAWING, forced)
+    monkeypatch.setattr(machine, "instruction_sets", lambda: frozenset(names))
+    monkeypatch.setattr(machine, "threads", lambda: Choice("2", "so many"))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert str(machine.bf16_drawing(batch_size)) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "known"),
     [
         ("flags\t\t: fpu avx2 sse2\n", False),

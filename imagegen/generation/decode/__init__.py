@@ -19,7 +19,7 @@ from torch import Tensor
 
 from imagegen.core.compiled import folder, load
 from imagegen.core.errors import UserError
-from imagegen.core.machine import Choice, limited_threads
+from imagegen.core.machine import Choice, bf16_drawing, limited_threads
 from imagegen.core.values import choice
 from imagegen.generation.sample_options import PRECISIONS
 from imagegen.heads.controls import Controls
@@ -72,7 +72,7 @@ class Decoder(ABC):
 
     Attributes:
         variant: what the compiled code depends on, in one word.
-        precision: of the weights: 32, int16 or int8.
+        precision: of the weights: 32, bf16, int16 or int8.
         loop_seconds: what the last call of `draw` spent in its loop, without copying states; None
             where that is not told apart.
     """
@@ -130,16 +130,16 @@ class Decoder(ABC):
 
 
 # Shorter sequences are drawn in moments anyway, and loading compiled code takes one too. The number
-# of images does not matter, so that an image does not depend on it.
+# of images does not matter, so that an image does not depend on it; that of a batch only with AMX.
 SHORTEST = 256
 
 
-BITS = {"auto": 16, "32": 32, "int16": 16, "int8": 8}
-"""Of the weights in the compiled loop, by precision."""
+BITS = {"32": 32, "int16": 16, "int8": 8}
+"""Of the weights that the compiled loop multiplies itself, by precision."""
 
 
 def choose_decoder(
-    model: ImageTransformer, controls: Controls, precision: str = "auto"
+    model: ImageTransformer, controls: Controls, precision: str = "auto", batch_size: int = 1
 ) -> Decoder | None:
     """A compiled decoder of the model as it is now; None where PyTorch's operations have to do.
 
@@ -148,10 +148,13 @@ def choose_decoder(
     Args:
         model: is copied.
         controls: how to draw.
-        precision: of the weights: `32` for float32; `int16` or `int8` for whole numbers, see
-            `imagegen.generation.decode.integer`; `auto` takes int16 where the processor has
+        precision: of the weights: `32` for float32; `bf16` for blocks of rows, see
+            `imagegen.generation.decode.bf16`; `int16` or `int8` for whole numbers, see
+            `imagegen.generation.decode.integer`; `auto` takes bf16 where
+            `imagegen.core.machine.bf16_drawing` says so, else int16 where the processor has
             instructions for it, which has changed bits/dim by less than 0.0001 where it was
             measured, else float32.
+        batch_size: images that are to be drawn together; decides for `auto`.
 
     Raises:
         UserError: for another precision.
@@ -163,7 +166,7 @@ def choose_decoder(
         say("without compiled loops, which have no temperature=0, no top_p and no guidance")
         return None
     with limited_threads():
-        decoder = _decoder(model, precision)
+        decoder = _decoder(model, precision, batch_size)
     if isinstance(decoder, Decoder):
         return decoder
     say(f"without compiled loops: {decoder}")
@@ -195,7 +198,7 @@ def parameters_as_drawn(
     return found.to(model.device)
 
 
-def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
+def _decoder(model: ImageTransformer, precision: str, batch_size: int = 1) -> Decoder | str:
     """A compiled decoder of the model, or the reason why it cannot be had."""
     if model.device.type == "cuda":
         return _on_gpu(model, precision)
@@ -204,14 +207,15 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
     except Exception as error:  # Numba missing, too old, or at odds with another package
         return str(error)
     from imagegen.core.compiled.cache import first_use
-    from imagegen.generation.decode.integer import is_supported
     from imagegen.generation.decode.prepare import why_not
 
     reason = why_not(model)
     if reason is not None:
         return reason
 
-    bits = 32 if precision == "auto" and not is_supported() else BITS[precision]
+    bits = _bits(precision, batch_size)
+    if isinstance(bits, str):
+        return bits
     decoder: Decoder = fused.FusedDecoder(model, bits)
     if first_use(folder(), decoder.variant):
         say("for the first time: compiling the loop for this machine takes seconds, once")
@@ -223,6 +227,24 @@ def _decoder(model: ImageTransformer, precision: str) -> Decoder | str:
         reason = (str(error).splitlines() or [""])[0]
         return f"compiling them into {folder()} failed ({type(error).__name__}: {reason})"
     return decoder
+
+
+def _bits(precision: str, batch_size: int) -> int | str:
+    """Of the weights, as `matrix.Matrix` has them, or why there are no products of bfloat16."""
+    from imagegen.generation.decode.bf16 import why_not
+    from imagegen.generation.decode.integer import is_supported
+    from imagegen.generation.decode.matrix import BF16
+
+    if precision in BITS:
+        return BITS[precision]
+    if precision == "bf16" or bf16_drawing(batch_size).value == "yes":
+        reason = why_not()
+        if reason is None:
+            return BF16
+        if precision == "bf16":
+            return reason
+        say(f"without bfloat16: {reason}")
+    return 16 if is_supported() else 32
 
 
 def machine_choice(device: torch.device) -> Choice:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import numpy as np
@@ -16,13 +17,15 @@ import torch
 from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
-from imagegen.core.machine import threads
+from imagegen.core.machine import BLOCK, limited_threads, threads
 from imagegen.generation.decode import Decoder, Particles, Reached, next_piece
 from imagegen.generation.decode.attention import work_size
+from imagegen.generation.decode.bf16 import Products
 from imagegen.generation.decode.embedding import condition_of, order_of
 from imagegen.generation.decode.integer import UNROLL
 from imagegen.generation.decode.loop import Rows, Settings, run
 from imagegen.generation.decode.matmul import TILE_ROWS
+from imagegen.generation.decode.matrix import BF16
 from imagegen.generation.decode.mixers import States, mixer_of, states_of
 from imagegen.generation.decode.prepare import (
     choices_of,
@@ -50,7 +53,7 @@ class FusedDecoder(Decoder):
 
     Args:
         model: its weights are copied, as they are now.
-        bits: 32 for float32, or 16 or 8 for whole numbers; see `integer`.
+        bits: 32 for float32, 16 or 8 for whole numbers (see `integer`), or `BF16` (see `bf16`).
     """
 
     def __init__(self, model: ImageTransformer, bits: int = 32) -> None:
@@ -60,9 +63,12 @@ class FusedDecoder(Decoder):
         self.model = model
         layers = [mixer_of(block.attention) for block in cast(list[Block], model.blocks)]
         self.mix = layers[0].settings
-        self.precision = "32" if bits == 32 else f"int{bits}"
+        self.precision = {32: "32", BF16: "bf16"}.get(bits, f"int{bits}")
         self.variant = type(self.mix).__name__
         self.weights = weights_of(model, layers, bits)
+        self.products, self.block = None, None
+        if bits == BF16:
+            self.products, self.block = Products(self.weights, BLOCK), BLOCK
         self.features = cast(MixtureOfLogistics, model.head).projection.out_features
 
     def draw(
@@ -77,8 +83,7 @@ class FusedDecoder(Decoder):
         """See `Decoder`."""
         first, length = state.position - 1, sequence.shape[1]
         settings = settings_of(self.model, self.mix, controls)
-        teams, members = _teams(self.model, len(sequence))
-        parts = _parts(len(sequence), teams)
+        parts, teams, members = self._shared_out(len(sequence))
         self.loop_seconds = 0.0
         for start in range(0, len(parts), teams):
             own = parts[start : start + teams]
@@ -117,22 +122,23 @@ class FusedDecoder(Decoder):
             own = slice(*(len(rows.x) * each // members for each in (member, member + 1)))
             begin, piece = start, row_length if reached is None else 1
             try:
-                while begin < stop:
-                    end, started = min(begin + piece, stop), time.perf_counter()
-                    which = (first, begin, end, begin == first, draws)
-                    run(self.weights, settings, rows, *which, flags[team], member, members)
-                    if flags[team][ABANDONED]:
-                        return
-                    if reached is not None:
-                        reached(own, end)
-                        seconds = time.perf_counter() - started
-                        piece = next_piece(end - begin, seconds, row_length)
-                    begin = end
+                with self._served(rows) as served:
+                    while begin < stop:
+                        end, started = min(begin + piece, stop), time.perf_counter()
+                        which = (first, begin, end, begin == first, draws)
+                        run(self.weights, settings, served, *which, flags[team], member, members)
+                        if flags[team][ABANDONED]:
+                            return
+                        if reached is not None:
+                            reached(own, end)
+                            seconds = time.perf_counter() - started
+                            piece = next_piece(end - begin, seconds, row_length)
+                        begin = end
             except BaseException:
                 abandon(flags[team])
                 raise
 
-        with ThreadPoolExecutor(len(together) * members) as pool:
+        with self._limit(), ThreadPoolExecutor(len(together) * members) as pool:
             tasks = [
                 pool.submit(work, rows, team, member)
                 for team, rows in enumerate(together)
@@ -155,8 +161,7 @@ class FusedDecoder(Decoder):
         controls: Controls,
     ) -> FusedParticles:
         """See `Decoder`."""
-        teams, members = _teams(self.model, len(sequence))
-        parts = _parts(len(sequence), teams)
+        parts, teams, members = self._shared_out(len(sequence))
         traced = self.model.raster.row_length
         rows = [
             self._rows(members, part, state, parameters, sequence, noise, traced) for part in parts
@@ -177,10 +182,27 @@ class FusedDecoder(Decoder):
         state = self.model.initial_state(count, known)
         unknown = torch.zeros(count, self.weights.head.width)
         nothing = np.zeros((count, 0, 0))
-        rows = self._rows(1, slice(0, count), state, unknown, sequence, nothing, length)
         settings = settings_of(self.model, self.mix, Controls())
-        run(self.weights, settings, rows, 0, 0, length, False, False, team_flags(), 0, 1)
-        return rows.trace[..., : self.features].copy()
+        found = []
+        for part in _parts(count, 1, self.block):
+            rows = self._rows(1, part, state, unknown, sequence, nothing, length)
+            with self._limit(), self._served(rows) as served:
+                run(self.weights, settings, served, 0, 0, length, False, False, team_flags(), 0, 1)
+            found.append(rows.trace[..., : self.features])
+        return np.concatenate(found)
+
+    def _shared_out(self, rows: int) -> tuple[list[slice], int, int]:
+        """Micro-batches, the number of teams of threads, and of the members of each."""
+        teams, members = _teams(self.model, rows, self.products is not None)
+        return _parts(rows, teams, self.block), teams, members
+
+    def _served(self, rows: Rows) -> AbstractContextManager[Rows]:
+        """Rows that may go through the loop in this thread while the block runs."""
+        return nullcontext(rows) if self.products is None else self.products.serve(rows)
+
+    def _limit(self) -> AbstractContextManager[None]:
+        """Threads that go through the loop make their products alone while the block runs."""
+        return nullcontext() if self.products is None else limited_threads(1)
 
     def _rows(
         self,
@@ -211,7 +233,7 @@ class FusedDecoder(Decoder):
         s, z, keys, recent = (np.stack(arrays) for arrays in zip(*states, strict=True))
         inner = s.shape[2] * s.shape[4]
         features, order = features_of(model), order_of(state.canvas, part, sequence.shape[1])
-        own = sequence[part]
+        own, most = sequence[part], max(width, inner, features)
         if state.canvas is not None:
             drawn = max(state.position - 1, 0)
             own[:, :drawn] = state.canvas.first(drawn)[part].numpy()
@@ -236,7 +258,7 @@ class FusedDecoder(Decoder):
             work=np.zeros(
                 (members, work_size(s.shape[3], s.shape[4], sequence.shape[1])), np.float32
             ),
-            whole=room(max(width, inner, features) + 2 * UNROLL, np.int16),
+            whole=np.zeros((self.block or count, most + 2 * UNROLL), dtype=np.int16),
             steps=np.zeros(count, dtype=np.float32),
             parameters=known,
             trace=np.zeros((count, traced, known.shape[1]), dtype=np.float32),
@@ -306,16 +328,19 @@ def _within(part: slice, reached: Reached) -> Reached:
     return tell
 
 
-def _teams(model: ImageTransformer, rows: int) -> tuple[int, int]:
-    """The number of teams of threads, and of the members of each."""
+def _teams(model: ImageTransformer, rows: int, alone: bool = False) -> tuple[int, int]:
+    """The number of teams of threads, and of the members of each: one where they work `alone`."""
     count = int(threads().value)
     heads = cast(Block, model.blocks[0]).attention.n_heads
-    members = 1 if rows >= ROWS_ALONE * count else min(count, heads, TEAM)
+    members = 1 if alone or rows >= ROWS_ALONE * count else min(count, heads, TEAM)
     return count // members, members
 
 
-def _parts(rows: int, teams: int) -> list[slice]:
-    """Micro-batches of about the same size, at least one for each team where there are rows."""
+def _parts(rows: int, teams: int, block: int | None) -> list[slice]:
+    """Micro-batches of about the same size, at least one for each team where there are rows.
+
+    They are blocks of that many rows instead where there is a number.
+    """
     wanted = max(teams, math.ceil(rows / MICRO_BATCH))
-    size = math.ceil(math.ceil(rows / wanted) / TILE_ROWS) * TILE_ROWS
+    size = block or math.ceil(math.ceil(rows / wanted) / TILE_ROWS) * TILE_ROWS
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -101,6 +101,8 @@ class Rows(NamedTuple):
         whole, steps: rows as whole numbers; see `matrix.round_rows`.
         parameters: of the distribution of the step; at the end, of the last one.
         trace: those of all steps of a call that draws nothing; without steps where nobody asks.
+        product: the address of what makes products of `BF16`, for a team of one; see
+            `bf16.Products`.
     """
 
     s: Float32[np.ndarray, "l r h d m"]
@@ -125,6 +127,7 @@ class Rows(NamedTuple):
     steps: Float32[np.ndarray, " r"]
     parameters: Float32[np.ndarray, "r p"]
     trace: Float32[np.ndarray, "r n p"]
+    product: int = 0
 
 
 @no_type_check
@@ -205,7 +208,8 @@ def _product(x, features, matrix, layer, rows, own, panels, out, flags, members)
     """out = matrix x: a member rounds its rows `own`, and makes its panels of all rows."""
     round_rows(x, features, matrix.bits, rows.whole, rows.steps, own[0], own[1])
     meet(flags, members)
-    multiply(x, rows.whole, rows.steps, matrix, layer, panels[0], panels[1], out)
+    first, stop = panels
+    multiply(x, rows.whole, rows.steps, matrix, layer, first, stop, out, rows.product)
 
 
 @no_type_check

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from imagegen.core import machine
+from imagegen.core.machine import Choice
 from imagegen.core.spec import ImageSpec
 from imagegen.data.regions import read_region
 from imagegen.generation import decode, particles
-from imagegen.generation.decode import choose_decoder, fused
+from imagegen.generation.decode import bf16, choose_decoder, fused
 from imagegen.generation.decode.embedding import (
     condition_of,
     condition_tables,
@@ -22,6 +23,7 @@ from imagegen.generation.decode.embedding import (
     tables_of,
 )
 from imagegen.generation.decode.fused import FusedDecoder
+from imagegen.generation.decode.matrix import BF16
 from imagegen.generation.decode.prepare import why_not
 from imagegen.generation.sampling_loop import complete, generate
 from imagegen.heads.controls import Controls
@@ -183,11 +185,20 @@ def test_the_same_particles(model: ImageTransformer, monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(np.array(evidence)[alike], np.array(expected)[alike], atol=0.05)
 
 
-def test_an_image_does_not_depend_on_its_company(
-    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _needs_bf16() -> None:
+    if bf16.why_not() is not None:
+        pytest.skip("oneDNN has no bfloat16 products here")
 
+
+@pytest.mark.parametrize("forced", ["0", "1"], ids=["whole numbers", "bf16"])
+def test_an_image_does_not_depend_on_its_company(
+    model: ImageTransformer, forced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forced == "1":
+        _needs_bf16()
+    monkeypatch.setenv(machine.FORCE_BF16_DRAWING, forced)
     monkeypatch.setattr(fused, "MICRO_BATCH", 12)
+    monkeypatch.setattr(fused, "BLOCK", 16)
     monkeypatch.setattr(machine, "usable_cpus", lambda: 3)
     expected = _all(model, 40, seed=3, labels=_labels(model))
     for n, batch_size, threads in ((1, 1, 1), (3, 2, 2), (40, 7, 1), (40, 64, 3)):
@@ -202,7 +213,8 @@ def test_an_image_does_not_depend_on_its_company(
         model, np.zeros_like(expected[:3]), [0, 0, 0], 1, seed=3, labels=_labels(model)
     )
     assert np.array_equal(nothing[:, 0], expected[:3])
-    if model.order == "any":  # Told what is kept, it draws otherwise.
+    # Told what is kept, a model of any order draws otherwise; bf16 is far from the parallel form.
+    if model.order == "any" or forced == "1":
         return
     again = complete(model, expected[:3], [2, 2, 2], 1, seed=3, labels=_labels(model))
     # The parallel form rounds otherwise than the steps; the numbers drawn are the same.
@@ -210,9 +222,11 @@ def test_an_image_does_not_depend_on_its_company(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [32, 16, 8])
+@pytest.mark.parametrize("bits", [32, BF16, 16, 8])
 def test_the_distribution_of_every_step(model: ImageTransformer, bits: int) -> None:
     """Step by step in the decoder's arithmetic against the parallel form in float64."""
+    if bits == BF16:
+        _needs_bf16()
     decoder = FusedDecoder(model, bits)
     sequence = torch.randint(
         model.spec.levels, (5, model.raster.length, model.raster.values_per_step)
@@ -226,9 +240,61 @@ def test_the_distribution_of_every_step(model: ImageTransformer, bits: int) -> N
     double = copy.deepcopy(model).double().eval()
     expected = double.parameters_of(sequence, labels).numpy()
     error = np.sqrt(((drawn - expected) ** 2).mean() / expected.var())
-    assert error < {32: 2e-6, 16: 2e-3, 8: 3e-2}[bits]
+    assert error < {32: 2e-6, BF16: 3e-2, 16: 2e-3, 8: 3e-2}[bits]
     if bits == 32:
         np.testing.assert_allclose(drawn, expected, atol=3e-5 * np.abs(expected).max())
+
+
+def test_bf16_draws_what_pytorch_draws(
+    model: ImageTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than a block, as far as rounding leaves the values alike; and particles."""
+    _needs_bf16()
+    monkeypatch.setattr(fused, "BLOCK", 16)
+    options: dict[str, Any] = {"seed": 3, "labels": _labels(model)}
+    compiled = _all(model, 70, precision="bf16", batch_size=70, **options)
+    monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
+    plain = _all(model, 70, **options)
+    close = np.abs(compiled.astype(int) - plain.astype(int)) <= 1
+    assert close[:, 0, 0].mean() >= 0.9
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    visible = read_region("left:0.5").visible(*model.spec.shape[:2], 0, 0)[None]
+    options |= {"precision": "bf16", "particles": 70}
+    completed = complete(model, plain[:1], visible, 2, **options)
+    assert (completed[0, :, visible[0]] == plain[0, visible[0]][:, None]).all()
+
+
+def test_bf16_is_chosen_by_the_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _needs_bf16()
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    monkeypatch.setattr(machine, "instruction_sets", lambda: frozenset({"avx2", "amx_bf16"}))
+    monkeypatch.setattr(machine, "threads", lambda: Choice("2", "so many"))
+    model = tiny_model(ImageSpec(4, 4, 1, 17))
+
+    def precision(batch_size: int) -> str:
+        decoder = choose_decoder(model, Controls(), "auto", batch_size)
+        assert decoder is not None
+        return decoder.precision
+
+    assert precision(255) != "bf16"
+    assert precision(256) == "bf16"
+    decode.say.cache_clear()
+    monkeypatch.setattr(bf16, "why_not", lambda: "this PyTorch has no oneDNN")
+    assert precision(256) == precision(256) == precision(255)
+    assert capsys.readouterr().err.count("drawing without bfloat16: this PyTorch") == 1
+    assert choose_decoder(model, Controls(), "bf16") is None
+
+
+def test_what_a_product_raises_ends_the_drawing() -> None:
+    _needs_bf16()
+    model = tiny_model(ImageSpec(4, 4, 1, 17))
+    decoder = FusedDecoder(model, BF16)
+    assert decoder.products is not None
+    decoder.products.layers.clear()
+    with pytest.raises(KeyError), torch.no_grad():
+        decoder.parameters(np.zeros((1, 16, 1), dtype=np.uint8))
 
 
 def test_an_interrupted_drawing_ends(

@@ -20,7 +20,7 @@ def _apply(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, bits: int) -> np
     steps = np.zeros(len(x), dtype=np.float32)
     out = np.full((len(x), m.width), np.nan, dtype=np.float32)
     round_rows(x, inputs, m.bits, whole, steps, 0, len(x))
-    multiply(x, whole, steps, m, 0, 0, m.width // PANEL, out)
+    multiply(x, whole, steps, m, 0, 0, m.width // PANEL, out, 0)
     return out
 
 

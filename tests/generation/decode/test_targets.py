@@ -122,7 +122,7 @@ for kind in sys.argv[1:]:
     attention = {"_target_": f"imagegen.attention.{kind}"}
     model = tiny_model(ImageSpec(6, 5, 1, 17), attention=attention)
     with torch.no_grad():
-        drawn = {p: parameters_as_drawn(model, sequence, None, p).numpy() for p in BITS}
+        drawn = {p: parameters_as_drawn(model, sequence, None, p).numpy() for p in [*BITS, "auto"]}
         expected = model.double().parameters_of(sequence, None).numpy()
     assert np.array_equal(drawn["auto"], drawn["32"])
     for precision, limit in (("32", 2e-6), ("int16", 2e-3), ("int8", 3e-2)):
