@@ -70,9 +70,9 @@ def draw(facts: dict[str, str], parameters: np.ndarray, noise: np.ndarray) -> np
     if facts["head"] != "mixture_of_logistics":
         raise SystemExit(f"this example does not know the head {facts['head']}.")
     # Choose a component, then for each value a point of its logistic, then the level around it.
-    # The parameters are the logits of k logistics and, where the mixture has one, of a softmax; those
-    # of its levels for each of the s values; s k means, s k log-scales and k coefficients
-    # for each value on each one before it.
+    # The parameters are the logits of k logistics and, where the mixture has one, of a softmax, and
+    # those of its levels for each of the s values; s k means, s k log-scales and k coefficients for
+    # each value on each one before it.
     top, s = int(facts["levels"]) - 1, int(facts["values_per_step"])
     k, softmax = int(facts["n_mixtures"]), int(facts.get("categorical", 0))
     component = invert(parameters[:, : k + softmax], noise[:, 0])
