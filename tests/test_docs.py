@@ -204,8 +204,6 @@ def test_tutorials_work(
     page: str, shell: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All blocks of a page, in their order."""
-    if page.endswith("engineer.md"):
-        pytest.importorskip("safetensors", reason="safetensors is not installed")
     names: dict[str, Any] = {}
     for block in blocks(page):
         assert block.language in ("", "python"), page

@@ -7,7 +7,7 @@ and its like; see `imagegen.checkpoint.onnx`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 
 FORMATS = ("safetensors", "onnx")
+DTYPES = ("float32", "float16")
 
 
 def run(config: Mapping[str, Any]) -> Path:
@@ -33,10 +34,20 @@ def run(config: Mapping[str, Any]) -> Path:
         what = "folder" if kind == "safetensors" else "file.onnx"
         raise UserError(f"out is missing; add out=<{what}>.")
     out = opt.absolute(str(config["out"]))
-    return export_safetensors(ckpt, out) if kind == "safetensors" else _export_onnx(ckpt, out)
+    dtype = opt.choice(config["dtype"], "dtype", DTYPES)
+    folders = opt.flag(config["folders"], "folders")
+    if kind == "safetensors":
+        return export_safetensors(ckpt, out, dtype, folders)
+    if dtype != "float32" or not folders:
+        raise UserError(
+            "dtype=float16 and folders=false are for format=safetensors; leave them out."
+        )
+    return _export_onnx(ckpt, out)
 
 
-def export_safetensors(ckpt: str | Path, out: Path) -> Path:
+def export_safetensors(
+    ckpt: str | Path, out: Path, dtype: str = "float32", folders: bool = True
+) -> Path:
     """Write the weights of a checkpoint to `model.safetensors` and the rest to `config.json`.
 
     What only training needs, such as the optimizer's state, is left out.
@@ -44,10 +55,16 @@ def export_safetensors(ckpt: str | Path, out: Path) -> Path:
     Args:
         ckpt: checkpoint file or run folder.
         out: a new or empty folder, or one with an earlier export, which is replaced.
+        dtype: of the file; float16 halves its size. A model read from it computes in float32.
+        folders: whether the description keeps the names of folders of this machine, such as that
+            of the data.
 
     Raises:
-        UserError: if the checkpoint cannot be read, or the folder not be written.
+        UserError: if the checkpoint cannot be read, a weight is beyond float16, or the folder
+            cannot be written.
     """
+    import torch
+
     from imagegen.checkpoint.reading import REQUIRED, load_checkpoint
     from imagegen.checkpoint.weights_folder import write_weights_folder
 
@@ -59,11 +76,31 @@ def export_safetensors(ckpt: str | Path, out: Path) -> Path:
     loaded = load_checkpoint(ckpt)
     kept = (*REQUIRED, "class_names", "machine")
     metadata = {key: loaded.metadata[key] for key in kept if key in loaded.metadata}
+    if not folders:
+        metadata = _without_folders(metadata)
     weights = loaded.model.state_dict()
+    if dtype == "float16":
+        weights = {name: tensor.to(torch.float16) for name, tensor in weights.items()}
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise UserError("a weight of this model is beyond float16; leave dtype=float16 out.")
     write_weights_folder(out, metadata, weights)
     count = sum(tensor.numel() for tensor in weights.values())
     print(f"{count:,} weights of {loaded.path}: {out}")
     return out
+
+
+def _without_folders(value: Any) -> Any:
+    """Plain containers, with None for absolute paths and without overrides that name one."""
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        kept = [each for each in value if not (isinstance(each, str) and any(_paths_of(each)))]
+        return [_without_folders(each) for each in kept]
+    return None if isinstance(value, str) and any(_paths_of(value)) else value
+
+
+def _paths_of(text: str) -> Iterator[str]:
+    return (part for part in (text, text.partition("=")[2]) if Path(part).is_absolute())
 
 
 def _export_onnx(ckpt: str, out: Path) -> Path:

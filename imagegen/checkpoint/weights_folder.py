@@ -16,7 +16,6 @@ from torch import Tensor
 
 from imagegen.core.errors import UserError
 from imagegen.core.files import staged_folder
-from imagegen.core.installation import pip_install
 
 SUFFIX = ".safetensors"
 WEIGHTS = "model.safetensors"
@@ -36,10 +35,10 @@ def write_weights_folder(
         weights: tensors by the model's names for them.
 
     Raises:
-        UserError: if the folder holds anything else or cannot be written, or where safetensors is
-            not installed.
+        UserError: if the folder holds anything else or cannot be written.
     """
-    save = _library().torch.save
+    from safetensors.torch import save
+
     with staged_folder(folder, owned=(WEIGHTS, CONFIG)) as staging:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         # Other programs refuse files that do not say so.
@@ -81,10 +80,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: if it cannot be read, is truncated, or is of another format.
     """
+    import safetensors
+
     damaged = UserError(
         f"{path} is truncated or damaged, or is not a safetensors file; use another."
     )
-    safetensors = _library()
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -98,14 +98,3 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(f"cannot read {path}: {error.strerror or error}.") from error
     except (safetensors.SafetensorError, RuntimeError, ValueError, TypeError) as error:
         raise damaged from error
-
-
-def _library() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"safetensors is not installed; type `{pip_install('safetensors', 'safetensors')}`."
-        ) from error
-    return safetensors

@@ -23,8 +23,6 @@ from imagegen.core.errors import UserError
 from imagegen.evaluation import scores as evaluate
 from tests.helpers import read_images, sample, save_tiny_checkpoint, tree
 
-pytest.importorskip("safetensors", reason="safetensors is not installed")
-
 FAVOR = {"_target_": "imagegen.attention.linear.LinearAttention", "feature_map": "favor"}
 
 
@@ -164,20 +162,59 @@ def test_refusals_leave_nothing(
     assert tree(tmp_path) == {"run", "run/checkpoints", "run/checkpoints/best.ckpt"}
 
 
-@pytest.mark.parametrize(
-    ("package", "overrides"),
-    [("safetensors", []), ("onnx", ["format=onnx"]), ("onnxruntime", ["format=onnx"])],
-)
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
 def test_a_package_that_is_not_installed(
     ckpt: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     package: str,
-    overrides: list[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    extra = overrides[0].partition("=")[2] if overrides else "safetensors"
-    out = tmp_path / ("model.onnx" if overrides else "export")
-    with pytest.raises(UserError, match=rf"is not installed; type `pip install -e '\.\[{extra}\]'"):
-        export(ckpt, out, *overrides)
+    out = tmp_path / "model.onnx"
+    with pytest.raises(UserError, match=r"is not installed; type `pip install -e '\.\[onnx\]'"):
+        export(ckpt, out, "format=onnx")
     assert not out.exists()
+
+
+def test_half_the_size(ckpt: Path, tmp_path: Path) -> None:
+    out = export(ckpt, tmp_path / "export", "dtype=float16")
+    exact = load_checkpoint(ckpt).model.state_dict()
+    for name, tensor in load_checkpoint(out).model.state_dict().items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, exact[name], rtol=2**-11, atol=2**-24)
+    size = (out / "model.safetensors").stat().st_size
+    whole = (export(ckpt, tmp_path / "whole") / "model.safetensors").stat().st_size
+    assert size < 0.7 * whole  # names take their part
+
+
+def test_a_weight_beyond_float16(tmp_path: Path) -> None:
+    path = save_tiny_checkpoint(tmp_path / "best.ckpt")
+    content = torch.load(path, weights_only=True)
+    name = next(name for name in content["state_dict"] if name.endswith("norm.weight"))
+    content["state_dict"][name] += 70_000
+    torch.save(content, path)
+    with pytest.raises(UserError, match="beyond float16; leave dtype=float16 out"):
+        export(path, tmp_path / "export", "dtype=float16")
+    assert tree(tmp_path) == {"best.ckpt"}
+
+
+def test_without_the_folders_of_this_machine(ckpt: Path, tmp_path: Path) -> None:
+    content = torch.load(ckpt, weights_only=True)
+    metadata = content["imagegen"]
+    metadata["dataset"]["root"] = str(tmp_path / "data")
+    metadata["overrides"] = ["seed=1", f"dataset.root={tmp_path}"]
+    torch.save(content, ckpt)
+    kept = export(ckpt, tmp_path / "kept")
+    assert str(tmp_path) in (kept / "config.json").read_text()
+    out = export(ckpt, tmp_path / "export", "folders=false")
+    assert str(tmp_path) not in (out / "config.json").read_text()
+    found = read_metadata(out / "model.safetensors")
+    assert found["overrides"] == ["seed=1"]
+    assert found["dataset"]["root"] is None
+    assert found["model"] == metadata["model"]
+
+
+@pytest.mark.parametrize("override", ["dtype=float16", "folders=false"])
+def test_onnx_files_have_neither(ckpt: Path, tmp_path: Path, override: str) -> None:
+    with pytest.raises(UserError, match="are for format=safetensors; leave them out"):
+        export(ckpt, tmp_path / "model.onnx", "format=onnx", override)

@@ -65,7 +65,6 @@ def _change_ckpt(folder: Path, change: Callable[[dict[str, Any]], None], **optio
 
 
 def _change_folder(folder: Path, change: Callable[[dict[str, Any]], None], **options: Any) -> Path:
-    pytest.importorskip("safetensors", reason="safetensors is not installed")
     path = save_tiny_checkpoint(folder / "best.ckpt", **options)
     config = export_safetensors(path, folder / "export") / "config.json"
     metadata = json.loads(config.read_text())

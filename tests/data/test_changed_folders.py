@@ -164,7 +164,6 @@ def test_classes_are_matched_by_name(
 def test_exported_weights_know_their_classes_by_name(
     tmp_path: Path, train: Callable[..., int]
 ) -> None:
-    pytest.importorskip("safetensors")
     write_classes(tmp_path / "ab", a=0, b=100)
     write_classes(tmp_path / "b", b=100)
     run = tmp_path / "run"

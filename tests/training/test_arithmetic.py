@@ -111,7 +111,6 @@ def _assert_same(found: Any, expected: Any, where: str = "") -> None:
 def test_from_the_first_step_to_an_export(
     precision: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("safetensors", reason="safetensors is not installed")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     chosen = [*TINY, f"trainer.precision={precision}", f"optimizer={optimizer}"]
     assert run_train(monkeypatch, *chosen, f"hydra.run.dir={whole}") == 0
