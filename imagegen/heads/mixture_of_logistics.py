@@ -29,6 +29,9 @@ MAX_MEAN = 1e4
 # be right to a narrow component's width, which levels limit, and an optimizer like Adam moves all
 # outputs of the projection about as far in a step.
 RESIDUAL_UNIT = 51
+SOFTMAX_LOGIT = -3.0
+"""Of the softmax at first, beside 0 of each logistic: half of the probability costs colour images
+more than the softmax is worth to them at the beginning."""
 
 
 class MixtureOfLogistics(OutputHead):
@@ -80,8 +83,7 @@ class MixtureOfLogistics(OutputHead):
         self._parts = (values_per_step, values_per_step, n_coefficients)
         self.projection = nn.Linear(d_model, sum(self._parts) * n_mixtures + self.n_logits)
         with torch.no_grad():
-            self.projection.bias[: self.n_logits] = 0
-            self._share()
+            self._choose_logistics()
             *_, means, log_scales, coefficients = self._divide(self.projection.bias)
             means.copy_((torch.arange(n_mixtures) + 0.5) / n_mixtures * 2 - 1)
             log_scales.fill_(-math.log(n_mixtures))
@@ -93,8 +95,7 @@ class MixtureOfLogistics(OutputHead):
             # The softmax is as quick to learn as without a prediction.
             self.projection.weight[: self.n_mixtures].mul_(0.1)
             self.projection.weight[self.n_logits :].mul_(0.1)
-            self.projection.bias[: self.n_mixtures] = 0
-            self._share()
+            self._choose_logistics()
             *_, means, log_scales, coefficients = self._divide(self.projection.bias)
             # Equal components would stay equal.
             means.normal_(std=0.02 / self.residual_unit)
@@ -103,9 +104,10 @@ class MixtureOfLogistics(OutputHead):
             for s in range(1, self.values_per_step):
                 coefficients[s * (s + 1) // 2 - 1] = math.atanh(0.8)
 
-    def _share(self) -> None:
-        """Begin with as much probability for the softmax as for all logistics together."""
-        self.projection.bias[self.n_mixtures : self.n_components] = math.log(self.n_mixtures)
+    def _choose_logistics(self) -> None:
+        """Begin with all logistics alike, and little of the softmax, all of whose levels are."""
+        self.projection.bias[: self.n_logits] = 0
+        self.projection.bias[self.n_mixtures : self.n_components] = SOFTMAX_LOGIT
 
     @property
     def uniforms_per_step(self) -> int:
