@@ -53,7 +53,7 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     monkeypatch.setattr(decode, "SHORTEST", 1 << 30 if request.param == "torch" else 1)
     monkeypatch.setattr(decode, "PIECE", 0.0)
     if request.param == "graph":
-        monkeypatch.setattr(decode, "_decoder", lambda model, _: GraphDecoder(model, False))
+        monkeypatch.setattr(decode, "_decoder", lambda model, *_: GraphDecoder(model, False))
     return str(request.param)
 
 
