@@ -73,7 +73,7 @@ class Stop(Callback):
 @pytest.fixture
 def searching(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient scaler that begins where float16 overflows, and grows as soon as it does not."""
-    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**22, growth_interval=2)
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=2)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
 
 
@@ -126,7 +126,7 @@ def test_from_the_first_step_to_an_export(
     if precision == "16-mixed":
         kept.append("MixedPrecision")
         # It has both lowered its scale and raised it again.
-        assert expected["MixedPrecision"]["scale"] < 2.0**22
+        assert expected["MixedPrecision"]["scale"] < 2.0**24
         assert expected["MixedPrecision"]["growth_interval"] == 2
     else:
         assert "MixedPrecision" not in expected
@@ -143,7 +143,7 @@ def test_from_the_first_step_to_an_export(
     assert (norms > CLIP).all()
     assert norms[np.isfinite(norms)].max() < 100
     assert bool(np.isinf(norms).any()) == (precision == "16-mixed")
-    assert np.isfinite(norms).sum() >= 3
+    assert np.isfinite(norms).sum() >= 2
 
     images = read_images(sample(parts, tmp_path / "drawn", "n=2"))
     assert len(images) == 2
@@ -206,7 +206,7 @@ def test_steps_are_those_of_a_literal_computation(
 
     literal = build_optimizer(factory, model)
     scaled = precision == "16-mixed"
-    scale, left_out, in_a_row = (2.0**22 if scaled else 1.0), 0, 0
+    scale, left_out, in_a_row = (2.0**24 if scaled else 1.0), 0, 0
     for batch in batches:
         model.zero_grad()
         with _autocast(precision):
