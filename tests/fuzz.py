@@ -214,7 +214,10 @@ def pictures(draw: st.DrawFn) -> Picture:
         options["transparency"] = 3
     buffer = io.BytesIO()
     try:
-        frames[0].save(buffer, name, **options)
+        with warnings.catch_warnings():
+            # Pillow 12 warns of frames of 16 bits, which it saves all the same.
+            warnings.filterwarnings("ignore", "Saving I mode images", DeprecationWarning)
+            frames[0].save(buffer, name, **options)
     except (OSError, ValueError, KeyError, TypeError):  # Pillow writes no such file.
         noise.save(buffer, "PNG")
         orientation, name = None, "PNG"

@@ -113,7 +113,7 @@ def run(config: Mapping[str, Any]) -> Path:
         **asdict(options.controls),
         "labels": labels,
         "n": work.n,
-        "batch_size": options.batch_size or _default_batch(),
+        "batch_size": _batch_size(options),
         **work.entries(),
         "image_shape": list(model.spec.shape),
         "levels": model.spec.levels,
@@ -256,10 +256,10 @@ def _part(n: int, part: tuple[int, int] | None) -> range:
     return range(n * (number - 1) // parts, n * number // parts)
 
 
-def _default_batch() -> int:
+def _batch_size(options: SampleOptions) -> int:
     from imagegen.generation.sampling_loop import DEFAULT_BATCH
 
-    return DEFAULT_BATCH
+    return options.batch_size or DEFAULT_BATCH
 
 
 def _request(
@@ -274,7 +274,7 @@ def _request(
         labels,
         None,
         options.precision,
-        batch_size=options.batch_size or _default_batch(),
+        batch_size=_batch_size(options),
     )
 
 

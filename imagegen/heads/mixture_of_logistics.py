@@ -83,8 +83,10 @@ class MixtureOfLogistics(OutputHead):
         self._parts = (values_per_step, values_per_step, n_coefficients)
         self.projection = nn.Linear(d_model, sum(self._parts) * n_mixtures + self.n_logits)
         with torch.no_grad():
-            self._choose_logistics()
-            *_, means, log_scales, coefficients = self._divide(self.projection.bias)
+            logits, softmax, means, log_scales, coefficients = self._divide(self.projection.bias)
+            # All logistics alike, and little of the softmax, all of whose levels are.
+            logits[..., :n_mixtures], logits[..., n_mixtures:] = 0, SOFTMAX_LOGIT
+            softmax.zero_()
             means.copy_((torch.arange(n_mixtures) + 0.5) / n_mixtures * 2 - 1)
             log_scales.fill_(-math.log(n_mixtures))
             coefficients.zero_()
@@ -95,7 +97,6 @@ class MixtureOfLogistics(OutputHead):
             # The softmax is as quick to learn as without a prediction.
             self.projection.weight[: self.n_mixtures].mul_(0.1)
             self.projection.weight[self.n_logits :].mul_(0.1)
-            self._choose_logistics()
             *_, means, log_scales, coefficients = self._divide(self.projection.bias)
             # Equal components would stay equal.
             means.normal_(std=0.02 / self.residual_unit)
@@ -104,11 +105,6 @@ class MixtureOfLogistics(OutputHead):
             for s in range(1, self.values_per_step):
                 coefficients[s * (s + 1) // 2 - 1] = math.atanh(0.8)
 
-    def _choose_logistics(self) -> None:
-        """Begin with all logistics alike, and little of the softmax, all of whose levels are."""
-        self.projection.bias[: self.n_logits] = 0
-        self.projection.bias[self.n_mixtures : self.n_components] = SOFTMAX_LOGIT
-
     @property
     def uniforms_per_step(self) -> int:
         return 1 + self.values_per_step
@@ -116,10 +112,10 @@ class MixtureOfLogistics(OutputHead):
     def log_prob(
         self, parameters: Float[Tensor, "*batch p"], values: Integer[Tensor, "*batch s"]
     ) -> Float[Tensor, "*batch s"]:
-        logits, levels, means, log_scales, coefficients = self._bounded(parameters)
+        logits, softmax, means, log_scales, coefficients = self._bounded(parameters)
         means = self._shifted(means, coefficients, self._scaled(values, means))
         log_mass = self._log_mass(means, log_scales, values.unsqueeze(-1))
-        log_mass = self._with_softmax(log_mass, levels, values)
+        log_mass = self._with_softmax(log_mass, softmax, values)
         if self.values_per_step == 1:
             return (logits.log_softmax(dim=-1) + log_mass).logsumexp(dim=-1)
         # p(values up to s) with each component, its choice included.

@@ -112,7 +112,9 @@ def test_from_the_first_step_to_an_export(
     precision: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    chosen = [*TINY, f"trainer.precision={precision}", f"optimizer={optimizer}"]
+    # A head whose gradients let the scaler through in some of so few steps.
+    head = "head=logistics"
+    chosen = [*TINY, head, f"trainer.precision={precision}", f"optimizer={optimizer}"]
     assert run_train(monkeypatch, *chosen, f"hydra.run.dir={whole}") == 0
 
     monkeypatch.setattr(Stop, "armed", True)
@@ -143,7 +145,7 @@ def test_from_the_first_step_to_an_export(
     assert (norms > CLIP).all()
     assert norms[np.isfinite(norms)].max() < 100
     assert bool(np.isinf(norms).any()) == (precision == "16-mixed")
-    assert np.isfinite(norms).sum() >= 2
+    assert np.isfinite(norms).sum() >= 3
 
     images = read_images(sample(parts, tmp_path / "drawn", "n=2"))
     assert len(images) == 2

@@ -73,8 +73,7 @@ class Settings(NamedTuple):
     gated: bool
     mixture: bool  # or categorical
     components: int  # logistics of the mixture; or levels
-    categorical: bool  # whether the mixture has a softmax too
-    logits: int  # numbers of the distribution before the means
+    logits: int  # numbers of the distribution before the means: more where it has a softmax too
     levels: int
     residual_unit: float
     choice_temperature: float
@@ -279,20 +278,9 @@ def _draw(settings, rows, position, uniforms, choices, first, stop):
     parameters, values = rows.parameters, rows.sequence[:, position]
     choice, scale = settings.choice_temperature, settings.scale_temperature
     if settings.mixture:
-        k, categorical, levels = settings.components, settings.categorical, settings.levels
-        draw_mixture(
-            parameters,
-            uniforms,
-            choice,
-            scale,
-            k,
-            categorical,
-            levels,
-            choices,
-            values,
-            first,
-            stop,
-        )
+        k, logits, levels = settings.components, settings.logits, settings.levels
+        mixture = (choice, scale, k, logits, levels)
+        draw_mixture(parameters, uniforms, mixture, choices, values, first, stop)
     else:
         draw_categorical(parameters, uniforms, choice, choices, values, first, stop)
 

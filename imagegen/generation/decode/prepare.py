@@ -125,11 +125,11 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
     head = model.head
     levels = model.spec.levels
     if isinstance(head, MixtureOfLogistics):
-        mixture, components, unit = True, head.n_mixtures, head.residual_unit
-        categorical, logits = head.categorical, head.n_logits
+        mixture, unit = True, head.residual_unit
+        components, logits = head.n_mixtures, head.n_logits
         choice, scale = controls.for_mixture, controls.for_scale
     else:
-        mixture, components, unit, categorical, logits = False, levels, 1.0, False, levels
+        mixture, unit, components, logits = False, 1.0, levels, levels
         choice, scale = controls.temperature, 1.0
     given = cast(float | None, model.norm.eps)
     eps = torch.finfo(torch.float32).eps if given is None else given  # RMSNorm's default
@@ -143,7 +143,6 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
         gated,
         mixture,
         components,
-        categorical,
         logits,
         levels,
         unit,

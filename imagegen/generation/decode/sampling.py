@@ -84,34 +84,20 @@ def lay_around(parameters, predicted, components, logits, unit, first, stop):
 
 @no_type_check
 @compiled()
-def draw_mixture(
-    parameters,
-    uniforms,
-    mixture_temperature,
-    scale_temperature,
-    components,
-    categorical,
-    levels,
-    work,
-    values,
-    first,
-    stop,
-):
+def draw_mixture(parameters, uniforms, mixture, work, values, first, stop):
     """The values of a step for each row from a mixture; see `MixtureOfLogistics`.
 
     Args:
         parameters: "r p", or wider, as the head lays them out.
         uniforms: "r s + 1".
-        mixture_temperature, scale_temperature: of the choice and of the width.
-        components: number of logistics.
-        categorical: whether there is a softmax beside them.
-        levels: number of levels.
+        mixture: temperatures of the choice and of the width, number of logistics, numbers of a row
+            before the means, which are more where there is a softmax too, and number of levels.
         work: float64, for as many numbers as there are components or levels.
         values: "r s", written.
         first, stop: the rows to go through.
     """
-    per_step, choices = values.shape[1], components + categorical
-    logits = choices + categorical * per_step * levels
+    mixture_temperature, scale_temperature, components, logits, levels = mixture
+    per_step, choices = values.shape[1], min(logits, components + 1)
     for r in range(first, stop):
         k = _choose(parameters[r, :choices], mixture_temperature, uniforms[r, 0], work)
         if k >= components:
