@@ -11,7 +11,6 @@ INSTALLED := $(VENV)/installed
 INSTALLED_TEST := $(VENV)/installed-test
 
 .DEFAULT_GOAL := help
-CKPT ?= demo/run
 .PHONY: help install demo page docs test test-browser test-slow matrix gpu drawing lint format lock clean
 
 help: ## list the targets
@@ -52,9 +51,9 @@ demo: $(INSTALLED) ## train, sample and complete digits, in minutes on a CPU
 	@echo "  imagegen evaluate ckpt=demo/run split=test out=test.json"
 	@echo "  python train.py experiment=mnist_cpu"
 
-page: $(INSTALLED) ## open a page that draws with a model: make page CKPT=<checkpoint or run folder>
+page: $(INSTALLED) ## open a page that draws with the models of models/ (and CKPT=<checkpoint or run folder>)
 	@$(PIP) install --quiet --editable '.[page]' --constraint constraints.txt
-	$(VENV)/bin/imagegen page ckpt="$(CKPT)"
+	$(VENV)/bin/imagegen page $(if $(CKPT),ckpt="$(CKPT)")
 
 docs: $(INSTALLED) ## build the documentation as a site: build/site/index.html
 	@$(PIP) install --quiet --editable '.[docs]' --constraint constraints.txt

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from imagegen.checkpoint.reading import load_checkpoint
-from imagegen.core.installation import PROJECT_ROOT
+from imagegen.core.installation import MODELS, PROJECT_ROOT
 from imagegen.data.mnist import MNIST
 from tests.helpers import read_images, sample
-
-MODELS = sorted(path.parent for path in (PROJECT_ROOT / "models").glob("*/config.json"))
 
 
 def _size(folder: Path) -> int:

@@ -16,6 +16,9 @@ CONF = (PACKAGE.parent if IN_CLONE else PACKAGE) / "conf"
 PROJECT_ROOT = PACKAGE.parent if IN_CLONE else Path.cwd()
 """The folder that holds data/ and outputs/: the clone or, without one, the working directory."""
 
+MODELS = sorted(each.parent for each in PACKAGE.parent.glob("models/*/config.json") if IN_CLONE)
+"""Folders of the trained models that come with the clone."""
+
 
 def typed(command: str) -> str:
     """What a user types to run `command`, one of `imagegen.commands.registry`.

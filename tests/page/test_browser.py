@@ -24,13 +24,13 @@ import pytest
 
 from imagegen.commands.page.page_options import PageOptions
 from imagegen.commands.page.studio import Studio
-from imagegen.core.installation import PROJECT_ROOT
+from imagegen.core.installation import MODELS, PROJECT_ROOT
 from imagegen.data.digits import Digits
 from imagegen.evaluation.maps import heat, most_bits
 from imagegen.evaluation.surprise import bits_of_pixels, distribution_at
 from imagegen.tracking.metrics_file import MetricsFile
 from imagegen.training.run_folder import claim_run_folder
-from tests.helpers import save_tiny_checkpoint, write_image
+from tests.helpers import save_colour_checkpoint, save_tiny_checkpoint, write_image
 from tests.tracking.helpers import make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -83,13 +83,14 @@ class Served:
     pause: list[float] = field(default_factory=lambda: [0.0])
 
 
-def _serve(path: Path, runs: Path, password: str | None = None) -> Iterator[Served]:
-    from imagegen.commands.page.server import start
+def _serve(paths: list[Path], runs: Path, password: str | None = None) -> Iterator[Served]:
+    from imagegen.commands.page.server import start, studios_of
 
-    studio, port = Studio(str(path), "cpu", runs), _free_port()
-    served = Served(studio, f"http://127.0.0.1:{port}", path)
-    page = start(studio, PageOptions(str(path), "127.0.0.1", port, password, "cpu", runs))
-    yield served
+    port, ckpts = _free_port(), tuple(map(str, paths))
+    options = PageOptions(ckpts, "127.0.0.1", port, password, "cpu", runs)
+    studios = studios_of(options)
+    page = start(studios, options)
+    yield Served(studios[0], f"http://127.0.0.1:{port}", paths[0])
     page.close(verbose=False)
     del page
     # Gradio leaves event loops open, which is complained of where they are collected.
@@ -99,7 +100,8 @@ def _serve(path: Path, runs: Path, password: str | None = None) -> Iterator[Serv
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = save_tiny_checkpoint(tmp_path_factory.mktemp("run") / "tiny.ckpt", n_classes=10)
-    yield from _serve(path, tmp_path_factory.mktemp("outputs"))
+    other = save_colour_checkpoint(tmp_path_factory.mktemp("colour"))
+    yield from _serve([path, other], tmp_path_factory.mktemp("outputs"))
 
 
 @pytest.fixture(autouse=True)
@@ -153,13 +155,18 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
             lambda message: problems.append(message.text) if message.type == "error" else None,
         )
         page.goto(url)
-        page.wait_for_selector("canvas")
+        _wait_for_paper(page)
         return page
 
     yield open_page
     for context in contexts:
         context.close()
     assert not problems
+
+
+def _wait_for_paper(page: Any) -> None:
+    """Until the canvas answers, which it does some time after it is shown."""
+    page.wait_for_selector("canvas[data-ready]")
 
 
 def _stroke(page: Any, *points: tuple[float, float]) -> None:
@@ -282,6 +289,29 @@ def test_what_is_wrong_is_said(
         away.rename(served.path)
     page.locator("#complete").click()
     page.wait_for_selector("#completions [data-finished=True]")
+
+
+def test_another_model_has_a_page_of_its_own(
+    served: Served, open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The fixture's second model: colour, 4 by 6 pixels, no classes."""
+    page = open_page(served.url, width=400)
+    assert page.locator("canvas").get_attribute("width") == "8"
+    page.get_by_role("link", name="tiny.ckpt").last.click()
+    page.wait_for_selector("canvas[data-ready][width='6']")
+    assert page.url.endswith("/tiny-ckpt")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.get_by_label("Class", exact=True).count() == 0
+    _stroke(page, (0.3, 0.1), (0.6, 0.4))
+    page.get_by_role("button", name="Keep the top").click()
+    paper = np.array(page.locator("canvas").evaluate(PAPER)).reshape(4, 6, 4)
+    page.locator("#complete").click()
+    page.wait_for_selector("#completions [data-finished=True]")
+    shown = np.array(page.locator("#completions img").first.evaluate(PIXELS)).reshape(4, 6, 4)
+    assert (shown[:2] == paper[:2]).all()
+    assert shown[2:, :, 3].min() == 255
+    page.go_back()
+    page.wait_for_selector("canvas[data-ready][width='8']")
 
 
 def test_samples_and_the_state(served: Served, open_page: Callable[..., Any]) -> None:
@@ -444,7 +474,7 @@ def test_runs_are_watched_while_they_train(
 
 def test_a_password_is_asked_for(tmp_path: Path) -> None:
     path = save_tiny_checkpoint(tmp_path / "tiny.ckpt")
-    for served in _serve(path, tmp_path, password="secret"):
+    for served in _serve([path], tmp_path, password="secret"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{served.url}/config")
         for word, expected in (("wrong", 400), ("secret", 200)):
@@ -464,7 +494,7 @@ def test_screenshots(open_page: Callable[..., Any], name: str, width: int) -> No
     folder = PROJECT_ROOT / "docs/images"
     folder.mkdir(parents=True, exist_ok=True)
     run = Path(os.environ["IMAGEGEN_SCREENSHOTS"])
-    for served in _serve(run, run.parent):
+    for served in _serve([run, *MODELS], run.parent):
         page = open_page(served.url, width=width, height=760)
         _stroke(page, (0.35, 0.3), (0.45, 0.1), (0.6, 0.15), (0.65, 0.4))
         page.get_by_role("button", name="Keep the top").click()

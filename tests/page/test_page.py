@@ -19,13 +19,14 @@ import torch
 from PIL import Image
 
 from imagegen.cli.entry import compose
-from imagegen.commands.page import command, pictures, server, watched
+from imagegen.commands.page import command, page_options, pictures, server, watched
 from imagegen.commands.page import job as jobs
 from imagegen.commands.page.job import Job
 from imagegen.commands.page.page_options import PageOptions
 from imagegen.commands.page.studio import Studio, Wish, quoted, sample_command
 from imagegen.commands.page.surprises import Picture, Surprises
 from imagegen.core.errors import UserError
+from imagegen.core.installation import PROJECT_ROOT
 from imagegen.core.spec import ImageSpec
 from imagegen.data.digits import Digits
 from imagegen.data.regions import read_region
@@ -61,7 +62,7 @@ def studio(ckpt: Path) -> Studio:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ([], "ckpt is missing"),
+        (["ckpt=''"], "ckpt is missing"),
         (["ckpt=a", "host=0.0.0.0"], "host=0.0.0.0 lets other machines .* add password="),
         (["ckpt=a", "host=192.168.0.7"], "add password="),
         (["ckpt=a", "host=a.example"], "add password="),
@@ -73,6 +74,22 @@ def studio(ckpt: Path) -> Studio:
 def test_options_that_cannot_be_are_refused(typed: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         PageOptions.from_config(compose("page", typed))
+
+
+def test_models_that_come_with_the_project_are_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ckpts(*typed: str) -> tuple[str, ...]:
+        return PageOptions.from_config(compose("page", list(typed))).ckpts
+
+    assert "models/mnist" in ckpts()
+    others = [each for each in ckpts() if each != "models/mnist"]
+    assert ckpts("ckpt=models/mnist/") == ("models/mnist/", *others)
+    assert ckpts("ckpt=a") == ("a", *ckpts())
+    monkeypatch.chdir(PROJECT_ROOT / "tests")
+    assert str(PROJECT_ROOT / "models/mnist") in ckpts()
+    monkeypatch.setattr(page_options, "MODELS", [])
+    assert ckpts("ckpt=a") == ("a",)
+    with pytest.raises(UserError, match="ckpt is missing"):
+        ckpts()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])

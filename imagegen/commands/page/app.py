@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 import gradio as gr
 
 from imagegen.commands.page import complete_tab, draw_tab, runs_tab, state_tab, surprise_tab
@@ -46,6 +50,7 @@ CSS = """
 .grids figure { margin: 0; max-width: 100%; }
 .grids img { width: 320px; max-width: 100%; height: auto; display: block; }
 progress { width: 100%; }
+.nav-holder nav a[href] { color: inherit; }
 """
 
 
@@ -56,20 +61,37 @@ def theme() -> gr.themes.Base:
     )
 
 
-def build(studio: Studio) -> gr.Blocks:
-    """The page of a model; see `imagegen.commands.page.server` for who serves it."""
-    spec = studio.spec
-    with gr.Blocks(
+def build(studios: Sequence[Studio]) -> gr.Blocks:
+    """The page of each model, with links between them.
+
+    See `imagegen.commands.page.server` for who serves it.
+    """
+    page = gr.Blocks(
         title="imagegen", analytics_enabled=False, delete_cache=(300, 900), fill_width=True
-    ) as page:
-        gr.Markdown(
-            f"# imagegen\n`{studio.ckpt}`: images of {spec.height} × {spec.width} pixels, "
-            f"{'grey' if spec.channels == 1 else 'colour'}, {spec.levels} levels."
-        )
-        # On narrow screens all of them stay in sight.
-        with gr.Tabs(overflow_behavior="wrap"):
-            for title, fill in TABS.items():
-                with gr.Tab(title):
-                    fill(studio)
-        page.unload(stops(studio))
+    )
+    for number, studio in enumerate(studios):
+        name = Path(studio.ckpt).name
+        with page if number == 0 else page.route(name, slug(name, number)):
+            if number == 0:
+                gr.Navbar(main_page_name=name, visible=len(studios) > 1)
+            _fill(page, studio)
     return page
+
+
+def slug(name: str, number: int) -> str:
+    """The end of the address of a model's page."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or f"model-{number}"
+
+
+def _fill(page: gr.Blocks, studio: Studio) -> None:
+    spec = studio.spec
+    gr.Markdown(
+        f"# imagegen\n`{studio.ckpt}`: images of {spec.height} × {spec.width} pixels, "
+        f"{'grey' if spec.channels == 1 else 'colour'}, {spec.levels} levels."
+    )
+    # On narrow screens all of them stay in sight.
+    with gr.Tabs(overflow_behavior="wrap"):
+        for title, fill in TABS.items():
+            with gr.Tab(title):
+                fill(studio)
+    page.unload(stops(studio))

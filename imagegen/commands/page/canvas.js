@@ -5,7 +5,8 @@ const context = paper.getContext("2d", { willReadFrequently: true, colorSpace: "
 const { width, height } = paper;
 const colours = new Uint8ClampedArray(width * height * 3);
 const visible = new Uint8Array(width * height).fill(1);
-let tool = "draw", last = null, sent = null, cursor = [width >> 1, height >> 1];
+// What it begins with is empty, as this is, and must not come back over a first stroke.
+let tool = "draw", last = null, sent = props.value, cursor = [width >> 1, height >> 1];
 
 const get = (selector) => element.querySelector(selector);
 
@@ -150,3 +151,4 @@ watch("value", () => {
 });
 
 show();
+paper.dataset.ready = "";

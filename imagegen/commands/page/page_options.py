@@ -10,15 +10,16 @@ from typing import Any
 
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
+from imagegen.core.installation import MODELS
 from imagegen.tracking.runs_table import RUNS
 
 
 @dataclass(frozen=True)
 class PageOptions:
-    """Which model the page shows, and who may open it.
+    """Which models the page shows, and who may open it.
 
     Attributes:
-        ckpt: checkpoint file or run folder.
+        ckpts: checkpoint files or run folders, the first of which is shown first.
         host: address that the server listens at.
         port: of the server.
         password: that visitors type; None lets everyone in who can reach the host.
@@ -26,7 +27,7 @@ class PageOptions:
         runs: folder whose runs the page shows; the usual one need not exist yet.
     """
 
-    ckpt: str
+    ckpts: tuple[str, ...]
     host: str
     port: int
     password: str | None
@@ -54,13 +55,24 @@ class PageOptions:
         if config["runs"] is not None and not runs.is_dir():
             raise UserError(f"runs={runs} is not a folder; name one that holds runs.")
         return cls(
-            ckpt=opt.checkpoint_path(config["ckpt"]),
+            ckpts=_checkpoints(config["ckpt"]),
             host=host,
             port=opt.whole_number(config["port"], "port", 1, 65535),
             password=password,
             device=str(config["device"]),
             runs=runs,
         )
+
+
+def _checkpoints(typed: object) -> tuple[str, ...]:
+    """The one that is typed, if any, and those that come with the project."""
+    here = Path.cwd()
+    known = [path.relative_to(here) if path.is_relative_to(here) else path for path in MODELS]
+    if typed is None and known:
+        return tuple(map(str, known))
+    chosen = opt.checkpoint_path(typed)
+    same = Path(chosen).resolve()
+    return (chosen, *(str(path) for path in known if path.resolve() != same))
 
 
 def is_this_machine(host: str) -> bool:

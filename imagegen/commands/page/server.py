@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,20 +40,29 @@ def run(config: Mapping[str, Any]) -> None:
             f"the page needs Gradio, which is not installed; {pip_install('page', PACKAGES)}"
         )
     _check_free(options.host, options.port)
-    studio = Studio(options.ckpt, options.device, options.runs)
-    page = start(studio, options)
+    page = start(studios_of(options), options)
     try:
         page.block_thread()
     finally:
         page.close(verbose=False)
 
 
-def start(studio: Studio, options: PageOptions) -> Any:
+def studios_of(options: PageOptions) -> list[Studio]:
+    """One for each model; together they draw one thing at a time.
+
+    Raises:
+        UserError: for a checkpoint that cannot be read.
+    """
+    turn = threading.Lock()
+    return [Studio(ckpt, options.device, options.runs, turn) for ckpt in options.ckpts]
+
+
+def start(studios: Sequence[Studio], options: PageOptions) -> Any:
     """Serve the page in threads of its own, and print its address; returns Gradio's page."""
     os.environ.update(_NO_TELEMETRY)
     from imagegen.commands.page.app import CSS, build, theme
 
-    page = build(studio)
+    page = build(studios)
     page.queue(max_size=20, api_open=False)
     password = options.password
     page.launch(
@@ -73,7 +83,7 @@ def start(studio: Studio, options: PageOptions) -> Any:
         css=CSS,
     )
     shown = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"the page of {studio.ckpt} is at http://{shown}:{options.port}", flush=True)
+    print(f"the page of {', '.join(options.ckpts)} is at http://{shown}:{options.port}", flush=True)
     return page
 
 

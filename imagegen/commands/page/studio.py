@@ -1,4 +1,4 @@
-"""What the page draws: one model in memory, one drawing at a time.
+"""What the page draws with a model: one drawing at a time.
 
 Axes: `b` image, `h w c` height, width, channel.
 """
@@ -96,15 +96,22 @@ class Studio:
         ckpt: checkpoint file or run folder; read again when the file has changed.
         device: see `imagegen.core.values.resolve_device`.
         runs: folder whose runs are shown.
+        turn: held while something is drawn; shared by the studios of a page.
 
     Raises:
         UserError: where there is none, or none that can be read.
     """
 
-    def __init__(self, ckpt: str, device: str = "auto", runs: Path = RUNS) -> None:
+    def __init__(
+        self,
+        ckpt: str,
+        device: str = "auto",
+        runs: Path = RUNS,
+        turn: threading.Lock | None = None,
+    ) -> None:
         self.ckpt, self.runs = ckpt, runs
         self.device = resolve_device(device)
-        self.turn = threading.Lock()
+        self.turn = turn or threading.Lock()
         self._jobs: dict[str, Job[Any]] = {}
         self._loading = threading.Lock()
         self._read: tuple[tuple[int, int], LoadedCheckpoint] | None = None
