@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SHOWN = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Dockerfile", "data/README.md"),
     *("docs/**/*.md", "docs/**/*.png", "docs/*.svg", "docs/*.css", "examples/*"),
-    *("benchmarks/results/**/*.md", "benchmarks/results/**/*.png", "models/*/*.md", "models/*/*.png"),
+    *("benchmarks/results/**/*.md", "benchmarks/results/**/*.png"),
+    *("models/*/*.md", "models/*/*.png"),
 )
 MECHANISMS = "docs/mechanisms"
 RESULTS = ("mechanisms.md", "scaling/scaling.md", "stability.md")
