@@ -10,6 +10,8 @@ import torch
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.core.installation import MODELS, PROJECT_ROOT
+from imagegen.data.base import ImageDataset
+from imagegen.data.digits import Digits
 from imagegen.data.mnist import MNIST
 from tests.helpers import read_images, sample
 
@@ -38,16 +40,26 @@ def test_all_models_together_are_small() -> None:
     assert sum(map(_size, MODELS)) <= 12_000_000
 
 
+def test_digits_score_as_their_card_says() -> None:
+    found, figure = _scores("digits", Digits())
+    assert found == pytest.approx(figure, abs=1e-3)
+
+
 def test_mnist_scores_as_its_card_says(shared_data: Path) -> None:
     """Of 100 images the mean lies 0.03 around that of all."""
-    data = MNIST(shared_data, download=False)
+    found, figure = _scores("mnist", MNIST(shared_data, download=False), 100)
+    assert found == pytest.approx(figure, abs=0.09)
+
+
+def _scores(name: str, data: ImageDataset, most: int | None = None) -> tuple[float, float]:
+    """Bits/dim of the first test images given their labels, and what the card says of all."""
     split = data.split("test")
     assert split.labels is not None
-    images, labels = (torch.from_numpy(each[:100].copy()) for each in (split.images, split.labels))
-    model = load_checkpoint(PROJECT_ROOT / "models/mnist").model
-    card = (PROJECT_ROOT / "models/mnist/README.md").read_text(encoding="utf-8")
+    images, labels = (torch.from_numpy(each[:most].copy()) for each in (split.images, split.labels))
+    model = load_checkpoint(PROJECT_ROOT / "models" / name).model
+    card = (PROJECT_ROOT / "models" / name / "README.md").read_text(encoding="utf-8")
     figure = re.search(r"given their labels \| \*?\*?([0-9.]+)", card)
     assert figure is not None
     with torch.inference_mode():
         found = model.bits_per_dim(images, labels.long()).mean().item()
-    assert found == pytest.approx(float(figure[1]), abs=0.09)
+    return found, float(figure[1])
