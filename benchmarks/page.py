@@ -6,18 +6,17 @@ needs `pip install -e '.[browser]'` and Debian's package chromium. A page is ser
 stroke is drawn, its top half or all but a hole is kept, and *Complete* is pressed; the same with
 *Draw*. The first time of each is not counted: it compiles. In the table are the seconds from the
 press to the finished pictures as the browser shows them, how many different pictures were shown in
-a second until then, and the seconds of the same drawing by `complete` or `generate` in this
-process, without a page.
+a second until then, and the seconds that `complete`, of an empty image, or `generate` takes for as
+many in this process, without a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import socket
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from imagegen.checkpoint.provenance import commit  # noqa: E402
+from imagegen.commands.benchmark.common import spread  # noqa: E402
+from imagegen.commands.benchmark.tables import ranged, rows  # noqa: E402
 from imagegen.commands.page.page_options import PageOptions  # noqa: E402
 from imagegen.commands.page.server import start, studios_of  # noqa: E402
 from imagegen.commands.page.studio import Studio  # noqa: E402
@@ -68,38 +69,27 @@ SAMPLES = """() => {
 }"""
 
 
-def serve(ckpt: str) -> tuple[Studio, Any, str]:
-    """A page of one model; returns what draws, what serves and the address."""
+def serve(
+    ckpts: Sequence[str], runs: Path = RUNS, password: str | None = None
+) -> tuple[Studio, Any, str]:
+    """Returns what draws with the first model, what serves the page, and its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = PageOptions((ckpt,), "127.0.0.1", port, None, "cpu", RUNS)
+    options = PageOptions(tuple(ckpts), "127.0.0.1", port, password, "cpu", runs)
     studios = studios_of(options)
     return studios[0], start(studios, options), f"http://127.0.0.1:{port}"
 
 
-def stroke(page: Any) -> None:
-    """A seven, with the mouse."""
+def stroke(page: Any, *points: tuple[float, float]) -> None:
+    """With the mouse, over shares of the canvas's width and height."""
     box = page.locator("canvas").bounding_box()
-    points = [(0.3, 0.25), (0.7, 0.25), (0.45, 0.8)]
     places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
     page.mouse.move(*places[0])
     page.mouse.down()
     for place in places[1:]:
-        page.mouse.move(*place, steps=12)
+        page.mouse.move(*place, steps=8)
     page.mouse.up()
-
-
-def erase_hole(page: Any) -> None:
-    """The middle, with the brush."""
-    page.get_by_role("button", name="Erase").click()
-    box = page.locator("canvas").bounding_box()
-    for y in np.linspace(0.32, 0.68, 10):
-        page.mouse.move(box["x"] + 0.32 * box["width"], box["y"] + y * box["height"])
-        page.mouse.down()
-        page.mouse.move(box["x"] + 0.68 * box["width"], box["y"] + y * box["height"], steps=8)
-        page.mouse.up()
-    page.get_by_role("button", name="Draw", exact=True).click()
 
 
 def measured(page: Any, studio: Studio, repeats: int) -> list[tuple[str, list[Any], list[float]]]:
@@ -123,11 +113,13 @@ def measured(page: Any, studio: Studio, repeats: int) -> list[tuple[str, list[An
     kept = {"top:0.5": "the top half kept", "hole:0.4": "all but a hole kept"}
     for word, said in kept.items():
         if word == "top:0.5":
-            stroke(page)
+            stroke(page, (0.3, 0.25), (0.7, 0.25), (0.45, 0.8))  # a seven
             page.get_by_role("button", name="Keep the top").click()
         else:
             page.get_by_role("button", name="Keep all").click()
-            erase_hole(page)
+            page.get_by_role("button", name="Erase").click()
+            for y in np.linspace(0.32, 0.68, 10):
+                stroke(page, (0.32, y), (0.68, y))
         visible = read_region(word).visible(spec.height, spec.width)[None]
         for number in (1, 4):
             page.get_by_label("Number of completions").fill(str(number))
@@ -151,17 +143,12 @@ def measured(page: Any, studio: Studio, repeats: int) -> list[tuple[str, list[An
 
 def table(found: list[tuple[str, list[Any], list[float]]]) -> list[str]:
     """Medians, least and most."""
-    lines = ["| | seconds on the page | pictures a second | seconds without a page |"]
-    lines.append("|---|---:|---:|---:|")
+    lines = [["", "seconds on the page", "pictures a second", "seconds without a page"]]
     for what, pressed, without in found:
-        seconds = [each[0] for each in pressed]
-        rates = [each[1] / each[0] for each in pressed]
-        cells = [
-            f"{statistics.median(each):.2f} ({min(each):.2f} – {max(each):.2f})"
-            for each in (seconds, rates, without)
-        ]
-        lines.append(f"| {what} | {' | '.join(cells)} |")
-    return lines
+        rates = [number / seconds for seconds, number in pressed]
+        columns = ([seconds for seconds, _ in pressed], rates, without)
+        lines.append([what, *(ranged(spread(column)) for column in columns)])
+    return rows(lines)
 
 
 def main() -> None:
@@ -173,7 +160,7 @@ def main() -> None:
     typed = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
-    studio, server, url = serve(typed.ckpt)
+    studio, server, url = serve([typed.ckpt])
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path="/usr/bin/chromium", args=["--no-sandbox"]

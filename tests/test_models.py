@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from imagegen.checkpoint.reading import load_checkpoint
-from imagegen.core.installation import MODELS, PROJECT_ROOT
+from imagegen.core.installation import PROJECT_ROOT, shipped_models
 from imagegen.data.base import ImageDataset
 from imagegen.data.digits import Digits
 from imagegen.data.mnist import MNIST
 from tests.helpers import read_images, sample
+
+MODELS = shipped_models()
 
 
 def _size(folder: Path) -> int:

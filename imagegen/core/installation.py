@@ -16,9 +16,6 @@ CONF = (PACKAGE.parent if IN_CLONE else PACKAGE) / "conf"
 PROJECT_ROOT = PACKAGE.parent if IN_CLONE else Path.cwd()
 """The folder that holds data/ and outputs/: the clone or, without one, the working directory."""
 
-MODELS = sorted(each.parent for each in PACKAGE.parent.glob("models/*/config.json") if IN_CLONE)
-"""Folders of the trained models that come with the clone."""
-
 
 def typed(command: str) -> str:
     """What a user types to run `command`, one of `imagegen.commands.registry`.
@@ -28,6 +25,12 @@ def typed(command: str) -> str:
     if IN_CLONE and command in ("train", "sample") and not sys.argv[0].startswith("imagegen "):
         return f"python {command}.py"
     return f"imagegen {command}"
+
+
+def shipped_models() -> list[Path]:
+    """Folders of the trained models that come with the clone."""
+    found = PACKAGE.parent.glob("models/*/config.json") if IN_CLONE else ()
+    return sorted(config.parent for config in found)
 
 
 def pip_install(extra: str, packages: str) -> str:

@@ -9,7 +9,6 @@ import gc
 import os
 import re
 import shutil
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -22,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from imagegen.commands.page.page_options import PageOptions
+from benchmarks.page import measured, serve, stroke, table
 from imagegen.commands.page.studio import Studio
-from imagegen.core.installation import MODELS, PROJECT_ROOT
+from imagegen.core.installation import PROJECT_ROOT, shipped_models
 from imagegen.data.digits import Digits
 from imagegen.evaluation.maps import heat, most_bits
 from imagegen.evaluation.surprise import bits_of_pixels, distribution_at
@@ -67,12 +66,6 @@ OBSERVE = """(element) => {
 }"""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class Served:
     """A page that is served, and how long a step of its model takes."""
@@ -84,13 +77,8 @@ class Served:
 
 
 def _serve(paths: list[Path], runs: Path, password: str | None = None) -> Iterator[Served]:
-    from imagegen.commands.page.server import start, studios_of
-
-    port, ckpts = _free_port(), tuple(map(str, paths))
-    options = PageOptions(ckpts, "127.0.0.1", port, password, "cpu", runs)
-    studios = studios_of(options)
-    page = start(studios, options)
-    yield Served(studios[0], f"http://127.0.0.1:{port}", paths[0])
+    studio, page, url = serve(list(map(str, paths)), runs, password)
+    yield Served(studio, url, paths[0])
     page.close(verbose=False)
     del page
     # Gradio leaves event loops open, which is complained of where they are collected.
@@ -155,29 +143,13 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
             lambda message: problems.append(message.text) if message.type == "error" else None,
         )
         page.goto(url)
-        _wait_for_paper(page)
+        page.wait_for_selector("canvas[data-ready]")  # some time after it is shown
         return page
 
     yield open_page
     for context in contexts:
         context.close()
     assert not problems
-
-
-def _wait_for_paper(page: Any) -> None:
-    """Until the canvas answers, which it does some time after it is shown."""
-    page.wait_for_selector("canvas[data-ready]")
-
-
-def _stroke(page: Any, *points: tuple[float, float]) -> None:
-    """With the mouse, over shares of the canvas's width and height."""
-    box = page.locator("canvas").bounding_box()
-    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
-    page.mouse.move(*places[0])
-    page.mouse.down()
-    for place in places[1:]:
-        page.mouse.move(*place, steps=8)
-    page.mouse.up()
 
 
 def _finished(page: Any) -> list[np.ndarray]:
@@ -206,7 +178,7 @@ def test_a_drawing_is_completed_while_one_looks_on(
     served: Served, open_page: Callable[..., Any]
 ) -> None:
     page = open_page(served.url)
-    _stroke(page, (0.3, 0.1), (0.6, 0.4))
+    stroke(page, (0.3, 0.1), (0.6, 0.4))
     page.get_by_role("button", name="Keep the top").click()
     served.pause[0] = 0.02
     page.locator("#completions").evaluate(OBSERVE)
@@ -217,16 +189,16 @@ def test_a_drawing_is_completed_while_one_looks_on(
 
 def test_a_region_is_erased_and_filled_in(served: Served, open_page: Callable[..., Any]) -> None:
     page = open_page(served.url)
-    _stroke(page, (0.5, 0.1), (0.5, 0.9))
+    stroke(page, (0.5, 0.1), (0.5, 0.9))
     page.get_by_role("button", name="Erase").click()
-    _stroke(page, (0.3, 0.55), (0.7, 0.55))
+    stroke(page, (0.3, 0.55), (0.7, 0.55))
     erased = _paper(page)[..., 3] == 0
     assert 2 < erased.sum() < 32
     page.locator("#complete").click()
     _check_visible(page)
     # What was erased can be had back, from the keyboard too.
     page.get_by_role("button", name="Restore").click()
-    _stroke(page, (0.0, 0.55), (1.0, 0.55))
+    stroke(page, (0.0, 0.55), (1.0, 0.55))
     assert (_paper(page)[..., 3] == 255).all()
     page.get_by_role("button", name="Erase").click()
     page.locator("canvas").focus()
@@ -254,7 +226,7 @@ def test_two_pages_and_one_that_is_closed(served: Served, open_page: Callable[..
     served.pause[0] = 0.3
     for page in (first, second):
         page.get_by_role("button", name="Keep the top").click()
-        _stroke(page, (0.3, 0.1), (0.6, 0.4))
+        stroke(page, (0.3, 0.1), (0.6, 0.4))
     first.locator("#complete").click()
     first.wait_for_selector("#completions [data-finished=False]")
     second.locator("#complete").click()
@@ -291,18 +263,16 @@ def test_what_is_wrong_is_said(
     page.wait_for_selector("#completions [data-finished=True]")
 
 
-def test_another_model_has_a_page_of_its_own(
-    served: Served, open_page: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_another_model_has_a_page_of_its_own(served: Served, open_page: Callable[..., Any]) -> None:
     """The fixture's second model: colour, 4 by 6 pixels, no classes."""
     page = open_page(served.url, width=400)
     assert page.locator("canvas").get_attribute("width") == "8"
     page.get_by_role("link", name="tiny.ckpt").last.click()
     page.wait_for_selector("canvas[data-ready][width='6']")
-    assert page.url.endswith("/tiny-ckpt")
+    assert page.url.endswith("/tinyckpt")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.get_by_label("Class", exact=True).count() == 0
-    _stroke(page, (0.3, 0.1), (0.6, 0.4))
+    stroke(page, (0.3, 0.1), (0.6, 0.4))
     page.get_by_role("button", name="Keep the top").click()
     paper = np.array(page.locator("canvas").evaluate(PAPER)).reshape(4, 6, 4)
     page.locator("#complete").click()
@@ -312,6 +282,20 @@ def test_another_model_has_a_page_of_its_own(
     assert shown[2:, :, 3].min() == 255
     page.go_back()
     page.wait_for_selector("canvas[data-ready][width='8']")
+
+
+def test_waiting_is_measured(served: Served, open_page: Callable[..., Any]) -> None:
+    """The script benchmarks/page.py."""
+    found = measured(open_page(served.url), served.studio, 1)
+    assert len(found) == 5
+    for _, pressed, without in found:
+        ((seconds, pictures),) = pressed
+        assert seconds > 0
+        assert pictures >= 1
+        assert without[0] > 0
+    head, _, *lines = table(found)
+    assert head.count("|") == 5
+    assert [line.split(" | ")[0] for line in lines][-1] == "| draw 16"
 
 
 def test_samples_and_the_state(served: Served, open_page: Callable[..., Any]) -> None:
@@ -494,9 +478,9 @@ def test_screenshots(open_page: Callable[..., Any], name: str, width: int) -> No
     folder = PROJECT_ROOT / "docs/images"
     folder.mkdir(parents=True, exist_ok=True)
     run = Path(os.environ["IMAGEGEN_SCREENSHOTS"])
-    for served in _serve([run, *MODELS], run.parent):
+    for served in _serve([run, *shipped_models()], run.parent):
         page = open_page(served.url, width=width, height=760)
-        _stroke(page, (0.35, 0.3), (0.45, 0.1), (0.6, 0.15), (0.65, 0.4))
+        stroke(page, (0.35, 0.3), (0.45, 0.1), (0.6, 0.15), (0.65, 0.4))
         page.get_by_role("button", name="Keep the top").click()
         page.locator("#complete").click()
         page.wait_for_selector("#completions [data-finished=True]")

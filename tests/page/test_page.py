@@ -86,7 +86,7 @@ def test_models_that_come_with_the_project_are_shown_too(monkeypatch: pytest.Mon
     assert ckpts("ckpt=a") == ("a", *ckpts())
     monkeypatch.chdir(PROJECT_ROOT / "tests")
     assert str(PROJECT_ROOT / "models/mnist") in ckpts()
-    monkeypatch.setattr(page_options, "MODELS", [])
+    monkeypatch.setattr(page_options, "shipped_models", list)
     assert ckpts("ckpt=a") == ("a",)
     with pytest.raises(UserError, match="ckpt is missing"):
         ckpts()

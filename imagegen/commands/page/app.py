@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,17 +69,12 @@ def build(studios: Sequence[Studio]) -> gr.Blocks:
         title="imagegen", analytics_enabled=False, delete_cache=(300, 900), fill_width=True
     )
     for number, studio in enumerate(studios):
-        name = Path(studio.ckpt).name
-        with page if number == 0 else page.route(name, slug(name, number)):
+        name = Path(studio.ckpt).resolve().name
+        with page if number == 0 else page.route(name):
             if number == 0:
                 gr.Navbar(main_page_name=name, visible=len(studios) > 1)
             _fill(page, studio)
     return page
-
-
-def slug(name: str, number: int) -> str:
-    """The end of the address of a model's page."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or f"model-{number}"
 
 
 def _fill(page: gr.Blocks, studio: Studio) -> None:

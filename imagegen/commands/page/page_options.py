@@ -10,7 +10,7 @@ from typing import Any
 
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
-from imagegen.core.installation import MODELS
+from imagegen.core.installation import shipped_models
 from imagegen.tracking.runs_table import RUNS
 
 
@@ -67,7 +67,9 @@ class PageOptions:
 def _checkpoints(typed: object) -> tuple[str, ...]:
     """The one that is typed, if any, and those that come with the project."""
     here = Path.cwd()
-    known = [path.relative_to(here) if path.is_relative_to(here) else path for path in MODELS]
+    known = [
+        path.relative_to(here) if path.is_relative_to(here) else path for path in shipped_models()
+    ]
     if typed is None and known:
         return tuple(map(str, known))
     chosen = opt.checkpoint_path(typed)
