@@ -218,7 +218,7 @@ def test_it_can_be_stopped(served: Served, open_page: Callable[..., Any]) -> Non
     started = time.monotonic()
     page.get_by_text("stopped").wait_for()
     assert time.monotonic() - started < 10
-    assert not served.studio.turn.locked()
+    assert not served.studio.desk.turn.locked()
 
 
 def test_two_pages_and_one_that_is_closed(served: Served, open_page: Callable[..., Any]) -> None:
@@ -233,7 +233,7 @@ def test_two_pages_and_one_that_is_closed(served: Served, open_page: Callable[..
     first.close()
     served.pause[0] = 0.01
     _check_visible(second)
-    assert not served.studio.turn.locked()
+    assert not served.studio.desk.turn.locked()
 
 
 def test_what_is_wrong_is_said(
@@ -411,7 +411,7 @@ def test_two_look_at_images_and_the_checkpoint_vanishes(
     page.get_by_label("Number of a test image").fill("360")
     page.locator("#show-test").click()
     page.get_by_text("test image=360").wait_for()
-    assert not served.studio.turn.locked()
+    assert not served.studio.desk.turn.locked()
 
 
 def test_runs_are_watched_while_they_train(

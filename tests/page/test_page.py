@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import shlex
 import shutil
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from imagegen.commands.page import command, page_options, pictures, server, watc
 from imagegen.commands.page import job as jobs
 from imagegen.commands.page.job import Job
 from imagegen.commands.page.page_options import PageOptions
-from imagegen.commands.page.studio import Studio, Wish, quoted, sample_command
+from imagegen.commands.page.studio import Desk, Studio, Wish, quoted, sample_command
 from imagegen.commands.page.surprises import Picture, Surprises
 from imagegen.core.errors import UserError
 from imagegen.core.installation import PROJECT_ROOT
@@ -184,7 +186,7 @@ def test_a_completion_keeps_what_is_visible(studio: Studio, quick: None) -> None
         for frame in frames:
             assert (frame.levels[:, visible] == image[visible]).all()
             assert frame.known[:, visible].all()
-    assert not studio.turn.locked()
+    assert not studio.desk.turn.locked()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_a_completion_keeps_what_is_visible(studio: Studio, quick: None) -> None
 def test_what_cannot_be_drawn_is_a_sentence(studio: Studio, wish: Wish, said: str) -> None:
     with pytest.raises(UserError, match=said):
         list(studio.samples("me", wish))
-    assert not studio.turn.locked()
+    assert not studio.desk.turn.locked()
 
 
 def test_nothing_to_draw_is_a_sentence(studio: Studio) -> None:
@@ -223,6 +225,20 @@ def test_a_checkpoint_is_read_again_when_it_changes(tmp_path: Path) -> None:
         list(studio.samples("me", Wish(1)))
     save_tiny_checkpoint(path)
     assert list(studio.samples("me", Wish(1)))[-1].finished
+
+
+def test_one_model_is_in_memory(tmp_path: Path) -> None:
+    paths = [save_tiny_checkpoint(tmp_path / f"{seed}.ckpt", seed=seed) for seed in range(2)]
+    desk = Desk()
+    first, second = (Studio(str(path), "cpu", desk=desk) for path in paths)
+    drawn = list(first.samples("me", Wish(2)))[-1].levels
+    kept = weakref.ref(first.loaded().model)
+    assert first.spec == second.spec
+    assert kept() is not None  # what was asked of the second needs no weights
+    list(second.samples("you", Wish(1)))
+    gc.collect()
+    assert kept() is None
+    assert np.array_equal(list(first.samples("me", Wish(2)))[-1].levels, drawn)
 
 
 def test_the_command_draws_the_same_images(studio: Studio, ckpt: Path, tmp_path: Path) -> None:
@@ -387,7 +403,7 @@ def test_what_cannot_be_looked_at_is_a_sentence(
     path.unlink()
     with pytest.raises(UserError, match="does not exist"):
         surprises.at("you", 0, 0)
-    assert not studio.turn.locked()
+    assert not studio.desk.turn.locked()
 
 
 def test_nothing_is_downloaded_for_a_test_image(tmp_path: Path) -> None:

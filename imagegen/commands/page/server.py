@@ -5,13 +5,12 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from imagegen.commands.page.page_options import PageOptions
-from imagegen.commands.page.studio import Studio
+from imagegen.commands.page.studio import Desk, Studio
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 from imagegen.core.installation import pip_install
@@ -53,8 +52,8 @@ def studios_of(options: PageOptions) -> list[Studio]:
     Raises:
         UserError: for a checkpoint that cannot be read.
     """
-    turn = threading.Lock()
-    return [Studio(ckpt, options.device, options.runs, turn) for ckpt in options.ckpts]
+    desk = Desk()
+    return [Studio(ckpt, options.device, options.runs, desk) for ckpt in options.ckpts]
 
 
 def start(studios: Sequence[Studio], options: PageOptions) -> Any:

@@ -22,7 +22,7 @@ the keys and values of every pixel. Blue is below zero, red above.
 
 def build(studio: Studio) -> None:
     """Fill the tab."""
-    layers = len(studio.loaded().model.blocks)
+    layers = studio.about().layers
     gr.Markdown(WORDS)
     with gr.Row():
         layer = gr.Slider(1, max(2, layers), 1, step=1, label="Layer", interactive=layers > 1)
@@ -42,7 +42,7 @@ def build(studio: Studio) -> None:
                 show(moment)
             return moment
 
-        length = studio.loaded().model.raster.length
+        length = studio.about().length
         for moment in studio.run(visitor, work):
             done = None if moment.position == length else moment.position / length
             yield view(moment, studio), status(bytes_of(moment, length), done)

@@ -25,6 +25,8 @@ from imagegen.generation.sample_options import controls_of, labels_of
 from imagegen.tracking.runs_table import RUNS
 
 if TYPE_CHECKING:
+    import torch
+
     from imagegen.checkpoint.reading import LoadedCheckpoint
     from imagegen.core.spec import ImageSpec
     from imagegen.generation.particles import Report
@@ -89,6 +91,62 @@ class Growing:
     remarks: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Version:
+    """A file of weights as it is at a moment."""
+
+    path: Path
+    inode: int
+    changed: int
+
+
+@dataclass(frozen=True)
+class About:
+    """What the page shows of a model without having it.
+
+    Attributes:
+        version: of the file that it was read from.
+        spec: size, channels and levels of the images.
+        n_classes: None where the model knows none.
+        class_names: empty where it knows none.
+        layers: how many blocks the model has.
+        length: steps of an image.
+    """
+
+    version: Version
+    spec: ImageSpec
+    n_classes: int | None
+    class_names: list[str]
+    layers: int
+    length: int
+
+
+class Desk:
+    """What the studios of a page share: one model in memory, and one drawing at a time.
+
+    Attributes:
+        turn: held while something is drawn.
+    """
+
+    def __init__(self) -> None:
+        self.turn, self._reading = threading.Lock(), threading.Lock()
+        self._read: tuple[Version, LoadedCheckpoint] | None = None
+
+    def loaded(self, version: Version, device: torch.device) -> LoadedCheckpoint:
+        """The model of a file, in place of the one before.
+
+        Raises:
+            UserError: where the file cannot be read.
+        """
+        from imagegen.checkpoint.reading import load_checkpoint
+
+        with self._reading:
+            if self._read is None or self._read[0] != version:
+                self._read = None  # never two of them in memory
+                self._read = (version, load_checkpoint(version.path, device))
+            return self._read[1]
+
+
 class Studio:
     """Draws for the visitors of the page, one after the other.
 
@@ -96,26 +154,33 @@ class Studio:
         ckpt: checkpoint file or run folder; read again when the file has changed.
         device: see `imagegen.core.values.resolve_device`.
         runs: folder whose runs are shown.
-        turn: held while something is drawn; shared by the studios of a page.
+        desk: shared by the studios of a page.
 
     Raises:
         UserError: where there is none, or none that can be read.
     """
 
     def __init__(
-        self,
-        ckpt: str,
-        device: str = "auto",
-        runs: Path = RUNS,
-        turn: threading.Lock | None = None,
+        self, ckpt: str, device: str = "auto", runs: Path = RUNS, desk: Desk | None = None
     ) -> None:
         self.ckpt, self.runs = ckpt, runs
         self.device = resolve_device(device)
-        self.turn = turn or threading.Lock()
+        self.desk = desk or Desk()
         self._jobs: dict[str, Job[Any]] = {}
-        self._loading = threading.Lock()
-        self._read: tuple[tuple[int, int], LoadedCheckpoint] | None = None
-        self.loaded()
+        self._about: About | None = None
+        self.about()
+
+    def version(self) -> Version:
+        """Of the file as it is now.
+
+        Raises:
+            UserError: where it has vanished.
+        """
+        from imagegen.checkpoint.reading import resolve_checkpoint
+
+        path = resolve_checkpoint(self.ckpt)
+        status = os.stat(path)
+        return Version(path, status.st_ino, status.st_mtime_ns)
 
     def loaded(self) -> LoadedCheckpoint:
         """The model, as its file is now, so that what is shown can be drawn again from it.
@@ -123,28 +188,31 @@ class Studio:
         Raises:
             UserError: where the file has vanished or cannot be read.
         """
-        from imagegen.checkpoint.reading import load_checkpoint, resolve_checkpoint
+        return self.desk.loaded(self.version(), self.device)
 
-        with self._loading:
-            path = resolve_checkpoint(self.ckpt)
-            status = os.stat(path)
-            stamp = (status.st_ino, status.st_mtime_ns)
-            if self._read is None or self._read[0] != stamp:
-                self._read = None  # never two of them in memory
-                self._read = (stamp, load_checkpoint(path, self.device))
-            return self._read[1]
+    def about(self) -> About:
+        """The same of what is shown beside its drawings, without its weights.
+
+        Raises:
+            UserError: as `loaded`.
+        """
+        about, version = self._about, self.version()
+        if about is None or about.version != version:
+            loaded = self.desk.loaded(version, self.device)
+            model, known = loaded.model, loaded.model.n_classes
+            names = (loaded.metadata.get("class_names") or map(str, range(known))) if known else ()
+            size = (len(model.blocks), model.raster.length)
+            about = self._about = About(version, model.spec, known, list(names), *size)
+        return about
 
     @property
     def spec(self) -> ImageSpec:
         """Size, channels and levels of the images."""
-        return self.loaded().model.spec
+        return self.about().spec
 
     def class_names(self) -> list[str]:
         """Names of the classes that the model knows; empty where it knows none."""
-        loaded = self.loaded()
-        if loaded.model.n_classes is None:
-            return []
-        return list(loaded.metadata.get("class_names") or map(str, range(loaded.model.n_classes)))
+        return self.about().class_names
 
     def labels(self, wish: Wish) -> list[int] | None:
         """The class numbers that are wished.
@@ -152,10 +220,8 @@ class Studio:
         Raises:
             UserError: for names that the model does not know.
         """
-        loaded = self.loaded()
-        names = loaded.metadata.get("class_names") or self.class_names()
-        wished = list(wish.label) or None
-        return labels_of(wished, names, loaded.model.n_classes)
+        about = self.about()
+        return labels_of(list(wish.label) or None, about.class_names, about.n_classes)
 
     def number_of(self, name: str | None) -> int | None:
         """The number of one class; None for none.
@@ -221,7 +287,7 @@ class Studio:
     def run(self, visitor: str, work: Callable[[Callable[[T], None]], T]) -> Iterator[T]:
         """The frames of some work; a visitor's earlier work ends."""
         self.stop(visitor)
-        job = self._jobs[visitor] = Job(work, self.turn)
+        job = self._jobs[visitor] = Job(work, self.desk.turn)
         try:
             yield from job.frames()
         finally:

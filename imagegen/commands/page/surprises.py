@@ -6,7 +6,6 @@ Axes: `h w c` height, width, channel.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float64, UInt8
 
-from imagegen.commands.page.studio import Studio
+from imagegen.commands.page.studio import Studio, Version
 from imagegen.core import values as opt
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
@@ -55,7 +54,7 @@ class Looked:
         number: of its class; None for none.
         bits: of each pixel, all channels together.
         best: the likeliest level of each value.
-        loaded: the model that was asked.
+        version: of the model that was asked.
     """
 
     picture: Picture
@@ -63,7 +62,7 @@ class Looked:
     number: int | None
     bits: Float64[np.ndarray, "h w"]
     best: UInt8[np.ndarray, "h w c"]
-    loaded: weakref.ref[LoadedCheckpoint]
+    version: Version
 
     @property
     def bits_per_dim(self) -> float:
@@ -102,7 +101,7 @@ class Surprises:
         self.studio = studio
         self._looked: OrderedDict[str, Looked] = OrderedDict()
         self._lock, self._one = threading.Lock(), threading.Lock()
-        self._dataset: tuple[weakref.ref[LoadedCheckpoint], ImageDataset] | None = None
+        self._dataset: tuple[Version, ImageDataset] | None = None
 
     def look(self, visitor: str, which: Picture | int) -> Looked | None:
         """Ask the model about an image, or about one of its data set's test split.
@@ -118,15 +117,19 @@ class Surprises:
             from imagegen.evaluation.scores import checked
             from imagegen.evaluation.surprise import bits_of_pixels, likeliest
 
-            loaded = self.studio.loaded()
-            picture = which if isinstance(which, Picture) else self._test_image(loaded, which)
+            version = self.studio.version()
+            loaded = self.studio.desk.loaded(version, self.studio.device)
+            if isinstance(which, Picture):
+                picture = which
+            else:
+                picture = self._test_image(loaded, self._prepared(loaded, version), which)
             number = self.studio.number_of(picture.label)
             image = picture.levels[None]
             labels = None if number is None else np.array([number], dtype=np.int64)
             bits = bits_of_pixels(loaded.model, image, labels)
             checked(bits.sum(axis=(1, 2)))
             best = likeliest(loaded.model, image, labels)[0]
-            return Looked(picture, loaded.model.spec, number, bits[0], best, weakref.ref(loaded))
+            return Looked(picture, loaded.model.spec, number, bits[0], best, version)
 
         looked = next(self.studio.run(visitor, work), None)
         if looked is not None:
@@ -147,7 +150,7 @@ class Surprises:
             looked = self._looked.get(visitor)
         if looked is None:
             raise UserError("no image is shown; load one, or show one of the test images.")
-        if looked.loaded() is not self.studio.loaded():
+        if looked.version != self.studio.version():
             raise UserError("the checkpoint has changed since; show the image again.")
         return looked
 
@@ -169,10 +172,9 @@ class Surprises:
         bits = float(looked.bits[row, column])
         return Pixel(row, column, levels[row, column], np.stack(probabilities), bits)
 
-    def _test_image(self, loaded: LoadedCheckpoint, index: int) -> Picture:
+    def _test_image(self, loaded: LoadedCheckpoint, dataset: ImageDataset, index: int) -> Picture:
         from imagegen.checkpoint.training_data import class_numbers
 
-        dataset = self._prepared(loaded)
         split = dataset.split("test")
         if not len(split):
             raise UserError(f"the test split of {dataset.name} holds no images; load a file.")
@@ -186,14 +188,14 @@ class Surprises:
                 label = self.studio.class_names()[number]
         return Picture(np.array(split.images[index]), name, label)
 
-    def _prepared(self, loaded: LoadedCheckpoint) -> ImageDataset:
+    def _prepared(self, loaded: LoadedCheckpoint, version: Version) -> ImageDataset:
         """The data set of the model, if its files are on this machine."""
         from imagegen.checkpoint.training_data import dataset_of
 
-        if self._dataset is None or self._dataset[0]() is not loaded:
+        if self._dataset is None or self._dataset[0] != version:
             config = loaded.metadata["dataset"]
             # Nothing is downloaded for visitors.
             local = {"download": False} if "download" in config else None
             dataset = dataset_of(loaded.metadata, local, loaded.model.spec)
-            self._dataset = (weakref.ref(loaded), dataset)
+            self._dataset = (version, dataset)
         return self._dataset[1]
