@@ -100,11 +100,11 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
-    best = summary["best_bits_per_dim"]
+    best, epochs = summary["best_bits_per_dim"], summary["epochs"]
     rows = {
         "best validation": "none" if best is None else f"{best:.4f} bits/dim",
         "best checkpoint": summary["best_checkpoint"] or "none",
-        "steps": f"{summary['steps']:,} in {summary['epochs']} epochs",
+        "steps": f"{summary['steps']:,} in {epochs} epoch" + "s" * (epochs != 1),
         "time": format_seconds(summary["seconds"]),
         "parameters": f"{summary['parameters']:,}",
         "run folder": shown(folder),
