@@ -60,11 +60,6 @@ def decompress(*options: str) -> Path:
     return codec.decompress(compose("decompress", ["device=cpu", *options]))
 
 
-@pytest.fixture(scope="module")
-def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("codec") / "tiny.ckpt")
-
-
 def test_round_trip_of_a_split(
     ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,14 +21,8 @@ from imagegen.evaluation.scores import run, score_images
 from imagegen.generation.sampling_loop import generate
 from imagegen.generation.sampling_request import kept_steps
 from tests.generation.helpers import exact_conditional, log_prob_of_all, mask_of, toy
-from tests.helpers import save_tiny_checkpoint, tiny_model
+from tests.helpers import tiny_model
 from tests.model.helpers import NEIGHBOURHOOD
-
-
-@pytest.fixture(scope="module")
-def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of digits."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("hidden") / "tiny.ckpt")
 
 
 def evaluate(ckpt: Path, *overrides: str) -> dict[str, Any]:

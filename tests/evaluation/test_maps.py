@@ -22,12 +22,6 @@ from imagegen.generation.images import CAPTION_HEIGHT
 from tests.helpers import read, save_colour_checkpoint, save_tiny_checkpoint, tiny_model, tree
 
 
-@pytest.fixture(scope="module")
-def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of digits."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("maps") / "tiny.ckpt")
-
-
 def evaluate(ckpt: Path, *overrides: str) -> dict[str, Any]:
     return run(compose("evaluate", [f"ckpt={ckpt}", *overrides]))
 

@@ -25,12 +25,6 @@ from tests.helpers import save_tiny_checkpoint, tiny_model
 CATEGORICAL = {"_target_": "imagegen.heads.categorical.Categorical"}
 
 
-@pytest.fixture(scope="module")
-def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of digits."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("evaluate") / "tiny.ckpt")
-
-
 def evaluate(ckpt: Path, *overrides: str) -> dict[str, Any]:
     return run(compose("evaluate", [f"ckpt={ckpt}", *overrides]))
 

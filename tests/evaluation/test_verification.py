@@ -294,11 +294,6 @@ def test_p_values() -> None:
     assert p_value(counts, torch.full_like(counts, torch.nan)) == 0
 
 
-@pytest.fixture(scope="module")
-def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("verify") / "best.ckpt")
-
-
 def command(patch: pytest.MonkeyPatch, *argv: str) -> int:
     return run_main(patch, verify_command.main, "verify", *argv)
 

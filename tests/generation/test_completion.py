@@ -21,23 +21,9 @@ from tests.helpers import (
     read_images,
     run_main,
     sample,
-    save_colour_checkpoint,
-    save_tiny_checkpoint,
     tree,
     write_image,
 )
-
-
-@pytest.fixture(scope="module")
-def grey(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of digits: 8x8, 1 channel, 17 levels."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("grey") / "tiny.ckpt")
-
-
-@pytest.fixture(scope="module")
-def colour(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of images of 4x6, 3 channels, 256 levels."""
-    return save_colour_checkpoint(tmp_path_factory.mktemp("colour"))
 
 
 def test_completes_the_test_split(

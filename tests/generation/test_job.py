@@ -25,22 +25,9 @@ from tests.helpers import (
     read,
     read_images,
     sample,
-    save_colour_checkpoint,
     save_tiny_checkpoint,
     tree,
 )
-
-
-@pytest.fixture(scope="module")
-def grey(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of digits: 8x8, 1 channel, 17 levels."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("grey") / "tiny.ckpt")
-
-
-@pytest.fixture(scope="module")
-def colour(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of images of 4x6, 3 channels, 256 levels."""
-    return save_colour_checkpoint(tmp_path_factory.mktemp("colour"))
 
 
 def test_writes_images_grid_and_manifest(

@@ -47,12 +47,6 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def grey(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untrained model of digits: 8x8, 1 channel, 17 levels."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("grey") / "tiny.ckpt")
-
-
-@pytest.fixture(scope="module")
 def whole(grey: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The result of each of the jobs when nothing happens to it."""
     made: dict[str, Path] = {}
