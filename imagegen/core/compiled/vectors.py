@@ -40,22 +40,24 @@ def store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, target, align=FLOAT)
 
 
-def spread(builder: Any, value: Any) -> Any:
+def spread(builder: Any, value: Any, lanes: int = LANES) -> Any:
     """A vector that holds one number in all lanes."""
-    kind = ir.VectorType(value.type, LANES)
+    kind = ir.VectorType(value.type, lanes)
     empty = ir.Constant(kind, ir.Undefined)
     one = builder.insert_element(empty, value, ir.Constant(whole, 0))
-    return builder.shuffle_vector(one, empty, ir.Constant(wholes, [0] * LANES))
+    places = ir.Constant(ir.VectorType(whole, lanes), [0] * lanes)
+    return builder.shuffle_vector(one, empty, places)
 
 
-def multiply_add(builder: Any) -> Callable[[Any, Any, Any], Any]:
+def multiply_add(builder: Any, lanes: int = LANES) -> Callable[[Any, Any, Any], Any]:
     """A function that gives a b + c of three vectors.
 
     It is rounded once where the target has an instruction for that, and after each operation where
     it has not: `llvm.fma` would call a function of the C library there, once for each number.
     """
-    kind = ir.FunctionType(floats, [floats] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    vector = ir.VectorType(number, lanes)
+    kind = ir.FunctionType(vector, [vector] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{lanes}f32")
     return lambda a, b, c: builder.call(function, [a, b, c])
 
 

@@ -12,6 +12,8 @@ Axes: `r` row, `i` input, `o` output, `t` panel, `p` output in a panel, `k` pair
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, no_type_check
 
@@ -26,8 +28,6 @@ from imagegen.core.compiled.compile import compiled, fast, target
 from imagegen.core.compiled.elementwise import as_float
 from imagegen.core.compiled.vectors import (
     FLOAT,
-    LANES,
-    floats,
     load,
     moved,
     multiply_add,
@@ -37,11 +37,10 @@ from imagegen.core.compiled.vectors import (
     spread,
     store,
     whole,
-    wholes,
 )
-from imagegen.generation.decode.matmul import PANEL, TILE_ROWS
+from imagegen.generation.decode.matmul import LANES, PANEL, TILE_ROWS, floats
 
-shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
+wholes, shorts = ir.VectorType(whole, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
 UNROLL = 2
 """Pairs in a turn of the innermost loop; inputs are padded to whole turns."""
 LARGEST = 4095
@@ -142,7 +141,8 @@ def _multiply_pairs(builder: Any) -> Callable[[Any, Any], Any]:
     """A function of two vectors of 16-bit numbers: a_2k b_2k + a_2k+1 b_2k+1, in 32 bits."""
     if is_supported():
         kind = ir.FunctionType(wholes, [shorts] * 2)
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd")
+        name = "avx2.pmadd.wd" if LANES == 8 else "avx512.pmaddw.d.512"
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
         return lambda a, b: builder.call(function, [a, b])
     wide = ir.VectorType(whole, 2 * LANES)
 
@@ -159,7 +159,7 @@ def _emit(context: Any, builder: Any, args: Any, rows: int, bits: int) -> Any:
     stored = ir.VectorType(ir.IntType(bits), 2 * LANES)
     columns, line = range(PANEL // LANES), PANEL * 2 * bits // 8
     multiply = _multiply_pairs(builder)
-    fma = multiply_add(builder)
+    fma = multiply_add(builder, LANES)
 
     def row(address: Any, stride: Any, r: int) -> Any:
         return builder.add(address, scaled(builder, stride, r))
@@ -167,10 +167,13 @@ def _emit(context: Any, builder: Any, args: Any, rows: int, bits: int) -> Any:
     def column(address: Any, j: int) -> Any:
         return load(builder, moved(builder, address, j * LANES * FLOAT), floats)
 
-    sums = [[cgutils.alloca_once(builder, wholes) for _ in columns] for _ in range(rows)]
-    for r in range(rows):
-        for j in columns:
-            builder.store(ir.Constant(wholes, [0] * LANES), sums[r][j])
+    # Of few rows there would be few sums, and an addition would wait for the one before.
+    sets = range(UNROLL if rows <= 2 else 1)
+    sums = [
+        [[cgutils.alloca_once(builder, wholes) for _ in sets] for _ in columns] for _ in range(rows)
+    ]
+    for each in itertools.chain.from_iterable(itertools.chain.from_iterable(sums)):
+        builder.store(ir.Constant(wholes, [0] * LANES), each)
     a_rows = [row(a, a_stride, r) for r in range(rows)]
     # The processor takes in little more a cycle than the products and sums themselves, so that
     # the rest of the loop is shared by several pairs.
@@ -190,21 +193,24 @@ def _emit(context: Any, builder: Any, args: Any, rows: int, bits: int) -> Any:
                 weights = [builder.sext(weight, shorts) for weight in weights]
             for r in range(rows):
                 place = moved(builder, builder.add(a_rows[r], offset), 4 * u)
-                both = builder.bitcast(spread(builder, load(builder, place, whole, 2)), shorts)
+                pair = spread(builder, load(builder, place, whole, 2), LANES)
+                both = builder.bitcast(pair, shorts)
                 for j in columns:
                     product = multiply(both, weights[j])
-                    builder.store(builder.add(builder.load(sums[r][j]), product), sums[r][j])
+                    total = sums[r][j][u % len(sets)]
+                    builder.store(builder.add(builder.load(total), product), total)
     for r in range(rows):
-        step = spread(builder, load(builder, moved(builder, steps, FLOAT * r), number))
+        step = spread(builder, load(builder, moved(builder, steps, FLOAT * r), number), LANES)
         for j in columns:
-            total = builder.sitofp(builder.load(sums[r][j]), floats)
+            parts = [builder.load(each) for each in sums[r][j]]
+            total = builder.sitofp(functools.reduce(builder.add, parts), floats)
             total = fma(builder.fmul(total, column(scale, j)), step, column(bias, j))
             store(builder, total, moved(builder, row(c, c_stride, r), j * LANES * FLOAT))
     return context.get_dummy_value()
 
 
-_wide1, _wide2, _wide6 = _tile(1, 16), _tile(2, 16), _tile(TILE_ROWS, 16)
-_narrow1, _narrow2, _narrow6 = _tile(1, 8), _tile(2, 8), _tile(TILE_ROWS, 8)
+_wide1, _wide2, _wide_all = _tile(1, 16), _tile(2, 16), _tile(TILE_ROWS, 16)
+_narrow1, _narrow2, _narrow_all = _tile(1, 8), _tile(2, 8), _tile(TILE_ROWS, 8)
 
 
 @no_type_check
@@ -232,16 +238,16 @@ def linear_integers(whole, row_steps, bits, packed, steps, bias, first, stop, ou
         while r < rows:
             a, s = x_at + r * x_stride, steps_at + r * 4
             c = out_at + r * out_stride + t * PANEL * 4
-            together = 6 if rows - r >= 6 else 2 if rows - r >= 2 else 1
+            together = TILE_ROWS if rows - r >= TILE_ROWS else 2 if rows - r >= 2 else 1
             if bits == 16:
-                if together == 6:
-                    _wide6(a, x_stride, s, b, scale, start, c, out_stride, pairs)
+                if together == TILE_ROWS:
+                    _wide_all(a, x_stride, s, b, scale, start, c, out_stride, pairs)
                 elif together == 2:
                     _wide2(a, x_stride, s, b, scale, start, c, out_stride, pairs)
                 else:
                     _wide1(a, x_stride, s, b, scale, start, c, out_stride, pairs)
-            elif together == 6:
-                _narrow6(a, x_stride, s, b, scale, start, c, out_stride, pairs)
+            elif together == TILE_ROWS:
+                _narrow_all(a, x_stride, s, b, scale, start, c, out_stride, pairs)
             elif together == 2:
                 _narrow2(a, x_stride, s, b, scale, start, c, out_stride, pairs)
             else:

@@ -15,15 +15,14 @@ from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import Float
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from imagegen.core.compiled.compile import compiled
+from imagegen.core.compiled.compile import compiled, target
 from imagegen.core.compiled.vectors import (
     FLOAT,
-    LANES,
-    floats,
     load,
     moved,
     multiply_add,
@@ -35,7 +34,11 @@ from imagegen.core.compiled.vectors import (
 )
 
 PANEL = 16
-TILE_ROWS = 6
+LANES = 16 if target().features.get("avx512bw", False) else 8
+"""Numbers of 32 bits in a vector: AVX-512 has instructions for those of 16-bit numbers too."""
+TILE_ROWS = 8 if LANES == PANEL else 6
+"""Their sums stay in registers, and no addition waits for the one before it."""
+floats = ir.VectorType(number, LANES)
 
 
 def pack(weight: Float[np.ndarray, "o i"]) -> Float[np.ndarray, "t i p"]:
@@ -72,7 +75,7 @@ def _tile(rows: int) -> Any:
 def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
     a, a_stride, b, start, c, c_stride, n = args
     columns, line = range(PANEL // LANES), PANEL * FLOAT
-    fma = multiply_add(builder)
+    fma = multiply_add(builder, LANES)
 
     def row(address: Any, stride: Any, r: int) -> Any:
         return builder.add(address, scaled(builder, stride, r * FLOAT))
@@ -91,7 +94,8 @@ def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
         prefetch(builder, builder.add(panel, scaled(builder, n, line)))
         offset = scaled(builder, loop.index, FLOAT)
         for r in range(rows):
-            value = spread(builder, load(builder, builder.add(a_rows[r], offset), number))
+            value = load(builder, builder.add(a_rows[r], offset), number)
+            value = spread(builder, value, LANES)
             for j in columns:
                 builder.store(fma(value, weights[j], builder.load(sums[r][j])), sums[r][j])
     for r in range(rows):
@@ -101,7 +105,7 @@ def _emit(context: Any, builder: Any, args: Any, rows: int) -> Any:
     return context.get_dummy_value()
 
 
-_tile1, _tile2, _tile6 = _tile(1), _tile(2), _tile(TILE_ROWS)
+_tile1, _tile2, _tile_all = _tile(1), _tile(2), _tile(TILE_ROWS)
 
 
 @no_type_check
@@ -127,9 +131,9 @@ def linear(x, packed, bias, first, stop, out):
         while r < rows:
             a = x_at + r * x_stride * FLOAT
             c = out_at + (r * out_stride + t * PANEL) * FLOAT
-            if rows - r >= 6:
-                _tile6(a, x_stride, panel, start, c, out_stride, inputs)
-                r += 6
+            if rows - r >= TILE_ROWS:
+                _tile_all(a, x_stride, panel, start, c, out_stride, inputs)
+                r += TILE_ROWS
             elif rows - r >= 2:
                 _tile2(a, x_stride, panel, start, c, out_stride, inputs)
                 r += 2

@@ -24,7 +24,7 @@ ARM, X86 = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2"
 AVX512 = f"{AVX2},+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx512cd,+avx512vnni"
 ON_HASWELL = ("FMA AVX2", r"vfmadd vpmaddwd.*ymm", "fmaf|zmm|vpdpwssd")
-ON_ICE_LAKE = ("FMA AVX2 AVX-512", "vfmadd vpdpwssd.*ymm", "fmaf")
+ON_ICE_LAKE = ("FMA AVX2 AVX-512", "vfmadd.*zmm vpdpwssd.*zmm", "fmaf")
 on_x86 = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="runs x86 instructions"
 )
