@@ -237,7 +237,10 @@ def test_two_pages_and_one_that_is_closed(served: Served, open_page: Callable[..
 
 
 def test_what_is_wrong_is_said(
-    served: Served, open_page: Callable[..., Any], tmp_path: Path
+    served: Served,
+    open_page: Callable[..., Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     page = open_page(served.url)
     page.locator("#complete").click()
@@ -253,6 +256,17 @@ def test_what_is_wrong_is_said(
     page.wait_for_function("() => document.querySelector('#complete') !== null")
     assert len(np.unique(_paper(page)[..., 0])) > 4
     page.get_by_role("button", name="Keep the left").click()
+    for name, typed, said in (
+        ("Number of completions", "17", "must be between 1 and 16, not 17"),
+        ("Number of completions", "0", "must be between 1 and 16, not 0"),
+        ("Seed", "-1", "seed=-1, but"),
+    ):
+        box = page.get_by_label(name).first
+        usual = box.input_value()
+        box.fill(typed)
+        page.locator("#complete").click()
+        page.get_by_text(said).wait_for()
+        box.fill(usual)
     away = served.path.rename(tmp_path / "away.ckpt")
     try:
         page.locator("#complete").click()
@@ -261,6 +275,7 @@ def test_what_is_wrong_is_said(
         away.rename(served.path)
     page.locator("#complete").click()
     page.wait_for_selector("#completions [data-finished=True]")
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_another_model_has_a_page_of_its_own(served: Served, open_page: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ import gradio as gr
 from imagegen.commands.page.canvas import canvas
 from imagegen.commands.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
 from imagegen.commands.page.pictures import image_tag, read_canvas, read_upload, shown, write_canvas
-from imagegen.commands.page.studio import MOST_COMPLETIONS, Growing, Studio
+from imagegen.commands.page.studio import Growing, Studio
 from imagegen.core.errors import UserError
 
 _UNCHANGED = gr.skip()
@@ -24,7 +24,7 @@ def build(studio: Studio) -> None:
             paper = canvas(studio.spec)
             upload = gr.UploadButton("Load an image", elem_id="load")
         with gr.Column(min_width=320):
-            fields = Fields(studio, "completions", 4, MOST_COMPLETIONS, several=False)
+            fields = Fields(studio, "completions", 4, several=False)
             with gr.Row():
                 start = gr.Button("Complete", variant="primary", elem_id="complete")
                 stop = gr.Button("Stop", elem_id="stop-complete")

@@ -26,14 +26,13 @@ class Fields:
         several: whether several classes may be chosen.
     """
 
-    def __init__(self, studio: Studio, what: str, number: int, most: int, several: bool) -> None:
+    def __init__(self, studio: Studio, what: str, number: int, several: bool) -> None:
         names = studio.class_names()
         self.several = several
         with gr.Row():
-            self.number = gr.Number(
-                number, label=f"Number of {what}", precision=0, minimum=1, maximum=most
-            )
-            self.seed = gr.Number(0, label="Seed", precision=0, minimum=0)
+            # Without limits, for which Gradio would raise errors of its own that name no field.
+            self.number = gr.Number(number, label=f"Number of {what}", precision=0)
+            self.seed = gr.Number(0, label="Seed", precision=0)
         with gr.Row():
             self.temperature = gr.Slider(0, 2, 1, step=0.05, label="Temperature")
             self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top p")

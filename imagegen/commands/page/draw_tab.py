@@ -11,7 +11,7 @@ import gradio as gr
 
 from imagegen.commands.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
 from imagegen.commands.page.pictures import GrowingGif, download, image_tag, shown
-from imagegen.commands.page.studio import MOST_IMAGES, Studio, sample_command
+from imagegen.commands.page.studio import Studio, sample_command
 from imagegen.generation.images import encode_png
 from imagegen.generation.job import labelled_grid
 
@@ -20,7 +20,7 @@ def build(studio: Studio) -> None:
     """Fill the tab."""
     with gr.Row():
         with gr.Column(min_width=320):
-            fields = Fields(studio, "images", 16, MOST_IMAGES, several=True)
+            fields = Fields(studio, "images", 16, several=True)
             with gr.Row():
                 start = gr.Button("Draw", variant="primary", elem_id="draw")
                 again = gr.Button("Again with this seed", elem_id="again")

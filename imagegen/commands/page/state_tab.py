@@ -26,7 +26,7 @@ def build(studio: Studio) -> None:
     gr.Markdown(WORDS)
     with gr.Row():
         layer = gr.Slider(1, max(2, layers), 1, step=1, label="Layer", interactive=layers > 1)
-        seed = gr.Number(0, label="Seed", precision=0, minimum=0)
+        seed = gr.Number(0, label="Seed", precision=0)
     with gr.Row():
         start = gr.Button("Draw an image", variant="primary", elem_id="walk")
         stop = gr.Button("Stop", elem_id="stop-walk")

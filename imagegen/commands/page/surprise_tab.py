@@ -45,7 +45,7 @@ def build(studio: Studio) -> None:
     names = studio.class_names()
     gr.Markdown(WORDS)
     with gr.Row():
-        index = gr.Number(0, label="Number of a test image", precision=0, minimum=0)
+        index = gr.Number(0, label="Number of a test image", precision=0)
         label = gr.Dropdown(
             [NO_CLASS, *names], value=NO_CLASS, label="Class", visible=bool(names), elem_id="class"
         )
