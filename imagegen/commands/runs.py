@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     usual = "by default outputs/ of the clone or, without one, of this folder"
     parser.add_argument("folders", nargs="*", type=Path, help=usual)
-    parser.add_argument("--sort", choices=ORDERS, default="best")
+    parser.add_argument("--sort", metavar="|".join(ORDERS), default="best")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--plot",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "table: bits/dim of training, smoothed, and of validation",
     )
     parser.add_argument(
-        "--against", choices=AGAINST, help="what to draw it against, by default steps"
+        "--against", metavar="|".join(AGAINST), help="what to draw it against, by default steps"
     )
     parser.add_argument("--log", action="store_true", help="make that axis logarithmic")
     try:
@@ -99,6 +99,10 @@ def _as_flags(words: Sequence[str]) -> Iterator[str]:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse what cannot be before any run is read."""
+    for name, known in (("sort", ORDERS), ("against", AGAINST)):
+        given = getattr(options, name)
+        if given is not None and given not in known:
+            raise UserError(f"{name}={given} is unknown; it can be {', '.join(known)}.")
     if options.plot is None:
         for name in ("against", "log"):
             if getattr(options, name):
@@ -108,7 +112,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("plot and json do not go together; leave one out.")
     if options.plot.suffix.lower().lstrip(".") not in KINDS:
         kinds = ", ".join(f".{kind}" for kind in KINDS)
-        raise UserError(f"plot={options.plot}, but its name must end in one of {kinds}.")
+        name = options.plot.name and options.plot
+        raise UserError(f"plot={name}, but its name must end in one of {kinds}.")
     check_matplotlib()
     ensure_writable(options.plot)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -12,6 +14,21 @@ def quote(value: str) -> str:
 
     # OmegaConf would take ${...} for an interpolation.
     return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
+
+
+def shown(folder: Path) -> str:
+    """The folder as it is shown, relative where that is shorter."""
+    path = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return str(path)
+
+
+def argument(name: str, folder: Path) -> str:
+    """`name=folder` as a user can type it in a shell, for Hydra to read."""
+    path = shown(folder)
+    if all(char.isalnum() or char in "/._-+:" for char in path):
+        return f"{name}={path}"
+    quoted = f"{name}={quote(path)}"
+    return shlex.quote(quoted) if any(char in '"$`\\!' for char in quoted) else f'"{quoted}"'
 
 
 def touched(key: str, overrides: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class TorchvisionDataset(ImageDataset):
         if not self.download:
             raise self._not_found()
         with _sentences(
-            f"{self.title} could not be downloaded to {self.root}",
+            f"{self.title} was not found and could not be downloaded to {self.root}",
             "check the network and the folder, or place the files there as data/README.md says "
             "and set dataset.download=false",
         ):
@@ -138,7 +138,17 @@ class TorchvisionDataset(ImageDataset):
 
     def _fetch(self, archive: Path | None = None) -> None:
         """Let torchvision download (or unpack `archive`) aside, then move the files into place."""
+        new = [path for path in (self.root, *self.root.parents) if not path.exists()]
         self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self._fetch_into(archive)
+        finally:
+            # A mistyped root leaves no folder behind.
+            with suppress(OSError):
+                for path in new:
+                    path.rmdir()
+
+    def _fetch_into(self, archive: Path | None) -> None:
         with tempfile.TemporaryDirectory(prefix=".download-", dir=self.root) as aside:
             if archive is not None:
                 (Path(aside) / archive.name).symlink_to(archive)

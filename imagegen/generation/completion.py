@@ -214,7 +214,7 @@ class Completions:
 
     def said(self, drawn: int, images: int) -> str:
         """What has been drawn, in words."""
-        return f"{drawn} completions of {images} images"
+        return f"{_counted(drawn, 'completion')} of {_counted(images, 'image')}"
 
 
 def collapse(reports: Mapping[int, Report]) -> list[str]:
@@ -223,12 +223,16 @@ def collapse(reports: Mapping[int, Report]) -> list[str]:
     if not collapsed:
         return []
     worst = min(collapsed, key=lambda image: collapsed[image].left)
-    report = collapsed[worst]
+    report, were = collapsed[worst], "was" if len(collapsed) == 1 else "were"
     return [
-        f"{len(collapsed)} of {len(reports)} images were left with few particles, image {worst} "
-        f"with {report.left} of {report.particles}: use more (particles={4 * report.particles}), "
-        "or a model trained with model.order=any"
+        f"{len(collapsed)} of {_counted(len(reports), 'image')} {were} left with few particles, "
+        f"image {worst} with {report.left} of {report.particles}: use more "
+        f"(particles={4 * report.particles}), or a model trained with model.order=any"
     ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
 
 
 def _original(image: int) -> str:

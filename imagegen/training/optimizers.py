@@ -34,7 +34,10 @@ def optimizer_factory(cfg: DictConfig, model: nn.Module) -> OptimizerFactory:
         optimizer = build_optimizer(factory, model)
     # Settings of all kinds meet foreign code here.
     except Exception as error:
-        raise UserError(f"the optimizer rejects its settings: {error}.") from error
+        typed = [f"optimizer.{key}={cfg.optimizer[key]}" for key in cfg.optimizer if key[0] != "_"]
+        raise UserError(
+            f"the optimizer rejects its settings: {error}; check {', '.join(typed)}."
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optimizer._target_={cfg.optimizer.get('_target_')} is not an optimizer of PyTorch; "

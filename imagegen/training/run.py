@@ -37,6 +37,7 @@ from imagegen.core.machine import (
     training_precision,
 )
 from imagegen.core.moved import with_current_names
+from imagegen.core.override_syntax import argument
 from imagegen.core.processes import is_first_process
 from imagegen.core.values import plain
 from imagegen.data.base import ImageDataset
@@ -71,7 +72,6 @@ from imagegen.training.stopping import (
     requeue_job,
 )
 from imagegen.training.summary import (
-    argument,
     limits,
     say_result,
     say_tried,

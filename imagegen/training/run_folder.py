@@ -13,6 +13,7 @@ from typing import Any
 
 from imagegen.core.errors import UserError
 from imagegen.core.files import lock_folder
+from imagegen.core.override_syntax import argument
 from imagegen.core.processes import is_first_process
 
 LAST = Path("checkpoints", "last.ckpt")
@@ -46,7 +47,7 @@ def refuse_used_folder(cfg: Any, run_folder: Path) -> None:
     if found:
         raise UserError(
             f"{run_folder} holds the {found[0]} of an earlier run; choose another hydra.run.dir, "
-            f"or continue that run with resume={run_folder}."
+            f"or continue that run with {argument('resume', run_folder)}."
         )
 
 

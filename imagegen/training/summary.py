@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rich.text import Text
 from imagegen.core.durations import format_seconds
 from imagegen.core.installation import typed
 from imagegen.core.machine import Choice
-from imagegen.core.override_syntax import quote
+from imagegen.core.override_syntax import argument, shown
 from imagegen.data.base import SPLIT_NAMES, ImageDataset
 from imagegen.training.callbacks import Rates
 
@@ -149,18 +148,3 @@ def limits(cfg: DictConfig) -> str:
         for name in names
         if cfg.trainer.get(name) not in (None, -1)
     )
-
-
-def shown(folder: Path) -> str:
-    """The folder as it is shown, relative where that is shorter."""
-    path = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    return str(path)
-
-
-def argument(name: str, folder: Path) -> str:
-    """`name=folder` as a user can type it in a shell, for Hydra to read."""
-    path = shown(folder)
-    if all(char.isalnum() or char in "/._-+:" for char in path):
-        return f"{name}={path}"
-    quoted = f"{name}={quote(path)}"
-    return shlex.quote(quoted) if any(char in '"$`\\!' for char in quoted) else f'"{quoted}"'

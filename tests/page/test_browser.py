@@ -259,6 +259,7 @@ def test_what_is_wrong_is_said(
     for name, typed, said in (
         ("Number of completions", "17", "must be between 1 and 16, not 17"),
         ("Number of completions", "0", "must be between 1 and 16, not 0"),
+        ("Number of completions", "1.5", "must be whole numbers"),
         ("Seed", "-1", "seed=-1, but"),
     ):
         box = page.get_by_label(name).first
@@ -466,7 +467,7 @@ def test_runs_are_watched_while_they_train(
     shutil.rmtree(second)
     page.get_by_text("1 run in").wait_for()
     away = runs.rename(tmp_path / "away")
-    page.get_by_text("is not a folder").wait_for()
+    page.get_by_text("there are no runs in").wait_for()
     away.rename(runs)
     page.get_by_text("1 run in").wait_for()
 

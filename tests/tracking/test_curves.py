@@ -168,6 +168,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["plot=x.jpg"], "plot=x.jpg, but its name must end in one of .png, .svg, .pdf."),
         (["plot=folder/x"], "plot=folder/x, but its name must end in one of"),
+        (["plot="], "plot=, but its name must end in one of .png, .svg, .pdf."),
+        (["plot=x.png", "against=pixels"], "against=pixels is unknown; it can be steps, images"),
+        (["sort=age"], "sort=age is unknown; it can be best"),
         (["plot=file/x.png"], "cannot write file/x.png"),
         (["plot=x.png", "log=yes"], "log=yes, but it must be true or false."),
         (["plot=x.png", "json=true"], "plot and json do not go together; leave one out."),

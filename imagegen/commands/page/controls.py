@@ -31,8 +31,8 @@ class Fields:
         self.several = several
         with gr.Row():
             # Without limits, for which Gradio would raise errors of its own that name no field.
-            self.number = gr.Number(number, label=f"Number of {what}", precision=0)
-            self.seed = gr.Number(0, label="Seed", precision=0)
+            self.number = gr.Number(number, label=f"Number of {what}")
+            self.seed = gr.Number(0, label="Seed")
         with gr.Row():
             self.temperature = gr.Slider(0, 2, 1, step=0.05, label="Temperature")
             self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top p")
@@ -55,10 +55,10 @@ class Fields:
         """What is typed.
 
         Raises:
-            UserError: for a field that is left empty.
+            UserError: for a number that is missing or not whole.
         """
         number, seed, temperature, top_p, guidance, label = values
-        if number is None or seed is None:
+        if number is None or seed is None or number % 1 or seed % 1:
             raise UserError("number and seed must be whole numbers.")
         chosen = label if self.several else [] if label in (None, NO_CLASS) else [label]
         return Wish(int(number), int(seed), temperature, top_p, guidance, tuple(chosen or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 import socket
@@ -57,14 +58,19 @@ def studios_of(options: PageOptions) -> list[Studio]:
 
 
 def start(studios: Sequence[Studio], options: PageOptions) -> Any:
-    """Serve the page in threads of its own, and print its address; returns Gradio's page."""
+    """Serve the page in threads of its own, and print its address; returns Gradio's page.
+
+    Raises:
+        UserError: for a port that is taken.
+    """
     os.environ.update(_NO_TELEMETRY)
     from imagegen.commands.page.app import CSS, build, theme
 
     page = build(studios)
     page.queue(max_size=20, api_open=False)
     password = options.password
-    page.launch(
+    launch = functools.partial(
+        page.launch,
         server_name=options.host,
         server_port=options.port,
         auth=None if password is None else _door(password),
@@ -81,6 +87,10 @@ def start(studios: Sequence[Studio], options: PageOptions) -> Any:
         theme=theme(),
         css=CSS,
     )
+    try:
+        launch()
+    except OSError as error:  # another program has taken the port since it was looked at
+        raise _cannot_listen(options.host, options.port, error) from error
     shown = f"[{options.host}]" if ":" in options.host else options.host
     print(f"the page of {', '.join(options.ckpts)} is at http://{shown}:{options.port}", flush=True)
     return page
@@ -100,7 +110,11 @@ def _check_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        raise UserError(
-            f"the page cannot listen at host={host} port={port}: {error.strerror or error}; "
-            "choose another host or port."
-        ) from error
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
+    why = error.strerror or "another program uses it"
+    return UserError(
+        f"the page cannot listen at host={host} port={port}: {why}; choose another host or port."
+    )

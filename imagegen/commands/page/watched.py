@@ -85,15 +85,12 @@ class RunsBelow:
         self._stale = -math.inf
 
     def now(self) -> dict[str, Watched]:
-        """The runs by their names, the best first.
-
-        Raises:
-            UserError: where the folder does not exist.
-        """
+        """The runs by their names, the best first; none where the folder does not exist."""
         with self._lock:
             started = time.monotonic()
             if started >= self._stale:
-                folders = list(run_folders([self.folder]))
+                there = [self.folder] if self.folder.is_dir() else []
+                folders = list(run_folders(there))
                 self._known = {folder: self._watched(folder) for folder in folders}
                 runs = sort_runs((each.run for each in self._known.values()), "best")
                 self._found = {
