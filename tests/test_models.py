@@ -47,9 +47,10 @@ def test_digits_score_as_their_card_says() -> None:
     assert found == pytest.approx(figure, abs=1e-3)
 
 
-def test_mnist_scores_as_its_card_says(shared_data: Path) -> None:
+@pytest.mark.parametrize("name", ["mnist", "mnist_any"])
+def test_mnist_scores_as_its_card_says(name: str, shared_data: Path) -> None:
     """Of 100 images the mean lies 0.03 around that of all."""
-    found, figure = _scores("mnist", MNIST(shared_data, download=False), 100)
+    found, figure = _scores(name, MNIST(shared_data, download=False), 100)
     assert found == pytest.approx(figure, abs=0.09)
 
 
