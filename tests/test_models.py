@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from imagegen.core.installation import PROJECT_ROOT, shipped_models
 from imagegen.data.base import ImageDataset
 from imagegen.data.digits import Digits
 from imagegen.data.mnist import MNIST
+from imagegen.evaluation.checks import all_checks
 from tests.helpers import read_images, sample
 
 MODELS = shipped_models()
@@ -35,6 +37,14 @@ def test_a_model_is_small_described_and_draws(folder: Path, tmp_path: Path) -> N
     for image in images.values():
         assert image.shape == loaded.model.spec.shape
         assert image.std() > 10  # neither empty nor one grey
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
+def test_a_model_is_verified(folder: Path) -> None:
+    model = load_checkpoint(folder).model
+    images = np.random.default_rng(0).integers(0, model.spec.levels, (1, *model.spec.shape))
+    wrong = [each for each in all_checks(model, images.astype(np.uint8), 0) if each.ok is False]
+    assert not wrong
 
 
 def test_all_models_together_are_small() -> None:

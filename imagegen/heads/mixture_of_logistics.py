@@ -216,13 +216,13 @@ class MixtureOfLogistics(OutputHead):
         return (levels.to(like.dtype) * (2 / (self.levels - 1)) - 1).unsqueeze(-1)
 
     def _around(self, parameters: Tensor, prediction: Tensor) -> Tensor:
-        *_, means, log_scales, coefficients = self._divide(parameters)
+        logits, (means, log_scales, coefficients) = self._without_logits(parameters)
         y = prediction.to(means.dtype).unsqueeze(-1)
         means = y + self._shifted(self.residual_unit * means, coefficients, -y.expand_as(means))
         parts = rearrange(
             torch.cat([means, log_scales, coefficients], dim=-2), "... j k -> ... (j k)"
         )
-        return torch.cat([parameters[..., : self.n_logits], parts], dim=-1)
+        return torch.cat([logits, parts], dim=-1)
 
     def _bounded(self, parameters: Tensor) -> tuple[Tensor, ...]:
         *logits, means, log_scales, coefficients = self._divide(parameters)
@@ -231,7 +231,16 @@ class MixtureOfLogistics(OutputHead):
 
     def _divide(self, parameters: Tensor) -> tuple[Tensor, ...]:
         """Logits "1 c" and "s v", means and log-scales "s k", coefficients "s(s-1)/2 k"."""
-        logits, softmax, rest = parameters.tensor_split([self.n_components, self.n_logits], dim=-1)
+        all_logits, rest = self._without_logits(parameters)
+        softmax_size = self.n_logits - self.n_components
+        logits, softmax = all_logits.split([self.n_components, softmax_size], dim=-1)
         softmax = softmax.unflatten(-1, (self.values_per_step, -1))
+        return (logits.unsqueeze(-2), softmax, *rest)
+
+    def _without_logits(self, parameters: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """All logits, and the rest as `_divide` gives it."""
+        # Each slice would have a gradient of its own as large as the parameters.
+        sizes = [self.n_logits, parameters.shape[-1] - self.n_logits]
+        logits, rest = parameters.split(sizes, dim=-1)
         parts = rearrange(rest, "... (j k) -> ... j k", k=self.n_mixtures)
-        return (logits.unsqueeze(-2), softmax, *parts.split(self._parts, dim=-2))
+        return logits, parts.split(self._parts, dim=-2)
