@@ -28,6 +28,7 @@ from imagegen.core.build import build
 from imagegen.core.errors import UserError
 from imagegen.core.processes import is_first_process
 from imagegen.core.spec import ImageSpec
+from imagegen.core.words import counted
 from imagegen.data.base import SPLIT_NAMES, ImageDataset, ImageSplit
 from imagegen.data.image_folder import POSITION, ImageFolder
 
@@ -98,7 +99,7 @@ def dataset_of(
 
 def words(spec: ImageSpec) -> str:
     """A spec in words, such as "28x28 pixels, 1 channel, 256 levels"."""
-    channels = f"{spec.channels} channel" + ("s" if spec.channels > 1 else "")
+    channels = counted(spec.channels, "channel")
     return f"{spec.height}x{spec.width} pixels, {channels}, {spec.levels} levels"
 
 

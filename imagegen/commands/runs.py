@@ -13,6 +13,7 @@ from pathlib import Path
 from imagegen.core.errors import UserError
 from imagegen.core.files import ensure_writable, write_atomic
 from imagegen.core.installation import typed
+from imagegen.core.words import counted
 from imagegen.tracking.curves import (
     AGAINST,
     KINDS,
@@ -133,4 +134,4 @@ def _plot(runs: Sequence[Run], roots: Sequence[Path], path: Path, against: str, 
     write_atomic(path, plot_curves(drawn, against, log, path.suffix[1:].lower()))
     if missing:
         print(lacking, file=sys.stderr)
-    print(f"learning curves of {len(drawn)} {'run' if len(drawn) == 1 else 'runs'}: {path}")
+    print(f"learning curves of {counted(len(drawn), 'run')}: {path}")

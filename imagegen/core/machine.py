@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from imagegen.core.errors import UserError
+from imagegen.core.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -313,12 +314,12 @@ def threads(processes: int = 1) -> Choice:
     value = str(min(torch.get_num_threads(), max(1, usable // processes)))
     source = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "PyTorch"
     if processes > 1:
-        return Choice(value, f"{processes} processes share {_cpus(usable)}")
+        return Choice(value, f"{processes} processes share {counted(usable, 'CPU')}")
     if announced > usable:
-        return Choice(value, f"{source} says {announced}, but {_cpus(usable)} can be used")
+        return Choice(value, f"{source} says {announced}, but {counted(usable, 'CPU')} can be used")
     if announced < usable:
-        return Choice(value, f"set by {source}; {_cpus(usable)} can be used")
-    return Choice(value, f"{_cpus(usable)} can be used")
+        return Choice(value, f"set by {source}; {counted(usable, 'CPU')} can be used")
+    return Choice(value, f"{counted(usable, 'CPU')} can be used")
 
 
 @functools.cache
@@ -340,10 +341,6 @@ def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
-def _cpus(count: int) -> str:
-    return f"{count} CPU" + ("s" if count > 1 else "")
 
 
 def _set_threads(count: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 
 from imagegen.core.errors import UserError
+from imagegen.core.words import counted
 from imagegen.data.convert import read_image
 from imagegen.data.image_files import read_images
 from imagegen.data.masks import Masks, read_visible
@@ -214,7 +215,7 @@ class Completions:
 
     def said(self, drawn: int, images: int) -> str:
         """What has been drawn, in words."""
-        return f"{_counted(drawn, 'completion')} of {_counted(images, 'image')}"
+        return f"{counted(drawn, 'completion')} of {counted(images, 'image')}"
 
 
 def collapse(reports: Mapping[int, Report]) -> list[str]:
@@ -225,14 +226,10 @@ def collapse(reports: Mapping[int, Report]) -> list[str]:
     worst = min(collapsed, key=lambda image: collapsed[image].left)
     report, were = collapsed[worst], "was" if len(collapsed) == 1 else "were"
     return [
-        f"{len(collapsed)} of {_counted(len(reports), 'image')} {were} left with few particles, "
+        f"{len(collapsed)} of {counted(len(reports), 'image')} {were} left with few particles, "
         f"image {worst} with {report.left} of {report.particles}: use more "
         f"(particles={4 * report.particles}), or a model trained with model.order=any"
     ]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + "s" * (number != 1)
 
 
 def _original(image: int) -> str:

@@ -18,6 +18,7 @@ from imagegen.core.durations import format_seconds
 from imagegen.core.installation import typed
 from imagegen.core.machine import Choice
 from imagegen.core.override_syntax import argument, shown
+from imagegen.core.words import counted
 from imagegen.data.base import SPLIT_NAMES, ImageDataset
 from imagegen.training.callbacks import Rates
 
@@ -99,11 +100,11 @@ def say_result(summary: Mapping[str, Any], folder: Path) -> None:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
-    best, epochs = summary["best_bits_per_dim"], summary["epochs"]
+    best = summary["best_bits_per_dim"]
     rows = {
         "best validation": "none" if best is None else f"{best:.4f} bits/dim",
         "best checkpoint": summary["best_checkpoint"] or "none",
-        "steps": f"{summary['steps']:,} in {epochs} epoch" + "s" * (epochs != 1),
+        "steps": f"{summary['steps']:,} in {counted(summary['epochs'], 'epoch')}",
         "time": format_seconds(summary["seconds"]),
         "parameters": f"{summary['parameters']:,}",
         "run folder": shown(folder),

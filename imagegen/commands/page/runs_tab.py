@@ -13,6 +13,7 @@ from imagegen.commands.page.pictures import data_uri
 from imagegen.commands.page.studio import Studio
 from imagegen.commands.page.watched import Plot, RunsBelow, Watched, choose, newest_grids
 from imagegen.core.errors import UserError
+from imagegen.core.words import counted
 from imagegen.tracking.curves import AGAINST
 from imagegen.tracking.run_options import differences
 from imagegen.tracking.runs_table import COLUMNS, Run, table_of
@@ -88,7 +89,7 @@ def sentence(found: dict[str, Watched], below: RunsBelow) -> str:
     if not found:
         return status(f"there are no runs in {below.folder} yet.")
     running = sum(each.run.state == "running" for each in found.values())
-    runs = f"{len(found)} {'run' if len(found) == 1 else 'runs'} in {below.folder}"
+    runs = f"{counted(len(found), 'run')} in {below.folder}"
     return status(f"{runs}, {running or 'none'} of them running.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hmac
 import os
 import socket
@@ -69,26 +68,24 @@ def start(studios: Sequence[Studio], options: PageOptions) -> Any:
     page = build(studios)
     page.queue(max_size=20, api_open=False)
     password = options.password
-    launch = functools.partial(
-        page.launch,
-        server_name=options.host,
-        server_port=options.port,
-        auth=None if password is None else _door(password),
-        auth_message="Any user name will do.",
-        prevent_thread_lock=True,
-        quiet=True,
-        share=False,
-        inbrowser=False,
-        show_error=False,
-        ssr_mode=False,
-        enable_monitoring=False,
-        max_file_size="32mb",
-        footer_links=[],
-        theme=theme(),
-        css=CSS,
-    )
     try:
-        launch()
+        page.launch(
+            server_name=options.host,
+            server_port=options.port,
+            auth=None if password is None else _door(password),
+            auth_message="Any user name will do.",
+            prevent_thread_lock=True,
+            quiet=True,
+            share=False,
+            inbrowser=False,
+            show_error=False,
+            ssr_mode=False,
+            enable_monitoring=False,
+            max_file_size="32mb",
+            footer_links=[],
+            theme=theme(),
+            css=CSS,
+        )
     except OSError as error:  # another program has taken the port since it was looked at
         raise _cannot_listen(options.host, options.port, error) from error
     shown = f"[{options.host}]" if ":" in options.host else options.host

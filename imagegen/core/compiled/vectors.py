@@ -16,7 +16,7 @@ LANES = 8
 FLOAT = 4  # bytes
 
 number, whole = ir.FloatType(), ir.IntType(32)
-floats, wholes = ir.VectorType(number, LANES), ir.VectorType(whole, LANES)
+floats = ir.VectorType(number, LANES)
 
 
 def moved(builder: Any, address: Any, offset: int) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from imagegen.checkpoint.reading import load_checkpoint
+from imagegen.core.machine import instruction_sets
 from imagegen.generation import decode
 from imagegen.generation.sampling_loop import generate
 from tests.forks import SAMPLE, Forks
@@ -84,6 +85,36 @@ def test_compiled_for_another_processor(
     for instruction in instructions.split():
         assert re.search(instruction, code)
     assert not re.search(not_these, code)
+
+
+PRODUCTS = """
+import sys
+import numpy as np
+from tests.generation.decode import test_matmul, test_matrix
+
+rng = np.random.default_rng(0)
+weight, bias = rng.standard_normal((33, 64)).astype(np.float32), np.ones(33, np.float32)
+found = []
+for rows in (1, 2, 7, 17):
+    x = rng.standard_normal((rows, 64)).astype(np.float32)
+    found.append(test_matmul._apply(x, weight, bias)[:, :33])
+    found += [test_matrix._apply(x, weight, bias, bits) for bits in (16, 8)]
+np.savez(sys.argv[1], *found)
+"""
+
+
+@on_x86
+@pytest.mark.skipif("avx2" not in instruction_sets(), reason="runs AVX2's instructions")
+def test_products_do_not_depend_on_the_vectors(tmp_path: Path, forks: Forks) -> None:
+    """Of 256 bits, as without AVX-512, or those of this processor."""
+    paths = [str(tmp_path / "haswell.npz"), str(tmp_path / "here.npz")]
+    _run(forks, PRODUCTS, paths[:1], "haswell", AVX2)
+    done = forks.run(PRODUCTS, paths[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    narrow, own = map(np.load, paths)
+    assert len(narrow.files) == 12
+    for name in narrow.files:
+        assert np.array_equal(narrow[name], own[name])
 
 
 @on_x86
