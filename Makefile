@@ -5,13 +5,17 @@ PYTHON ?= python3
 TEST_WORKERS ?= 2
 
 VENV := .venv
+comma := ,
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
-INSTALLED_TEST := $(VENV)/installed-test
+# The page is tested in a browser where there is one; BROWSER= does without.
+BROWSER ?= $(shell command -v chromium || command -v chromium-browser)
+WITH_BROWSER := $(if $(BROWSER),$(comma)browser)
+INSTALLED_TEST := $(VENV)/installed-test$(subst $(comma),-,$(WITH_BROWSER))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo page docs test test-browser test-slow matrix gpu drawing lint format lock clean
+.PHONY: help install demo page docs test test-slow matrix gpu drawing lint format lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -32,7 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED_TEST): $(INSTALLED)
-	@$(PIP) install --editable '.[test]' --constraint constraints.txt
+	@$(PIP) install --editable '.[test$(WITH_BROWSER)]' --constraint constraints.txt
 	@touch $@
 
 demo: $(INSTALLED) ## train, sample and complete digits, in minutes on a CPU
@@ -62,10 +66,6 @@ docs: $(INSTALLED) ## build the documentation as a site: build/site/index.html
 
 test: lint ## check everything: linter, formatter, types, tests
 	$(with_data) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
-
-test-browser: $(INSTALLED_TEST) ## make test, and the page in a browser (Debian's package chromium)
-	@$(PIP) install --quiet --editable '.[test,browser]' --constraint constraints.txt
-	@$(MAKE) test
 
 test-slow: $(INSTALLED_TEST) ## the tests that take more than a few seconds
 	$(with_data) $(PY) -m pytest -m slow

@@ -32,9 +32,10 @@ from imagegen.training.run_folder import claim_run_folder
 from tests.helpers import save_colour_checkpoint, save_tiny_checkpoint, write_image
 from tests.tracking.helpers import make_run
 
+PACKAGES = ("gradio", "playwright", "axe_playwright_python")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = [
-    *(name for name in ("gradio", "playwright") if find_spec(name) is None),
+    *(name for name in PACKAGES if find_spec(name) is None),
     *([] if CHROMIUM else ["chromium"]),
 ]
 pytestmark = [
@@ -268,6 +269,12 @@ def test_what_is_wrong_is_said(
         page.locator("#complete").click()
         page.get_by_text(said).wait_for()
         box.fill(usual)
+    page.get_by_role("tab", name="Draw").click()
+    page.get_by_label("Number of images").fill("65")
+    page.locator("#draw").click()
+    page.get_by_text("must be between 1 and 64, not 65").wait_for()
+    assert page.get_by_label("Seed").nth(1).input_value() == "0"
+    page.get_by_role("tab", name="Complete").click()
     away = served.path.rename(tmp_path / "away.ckpt")
     try:
         page.locator("#complete").click()
@@ -324,6 +331,7 @@ def test_samples_and_the_state(served: Served, open_page: Callable[..., Any]) ->
     gif = page.locator("#files a").nth(1).get_attribute("href")
     assert gif.startswith("data:image/gif")
     assert "n=16 seed=" in page.locator("#files pre").inner_text()
+    served.pause[0] = 0.02
     page.locator("#again").click()
     page.wait_for_selector("#files a", state="detached")
     page.wait_for_selector("#files a")
@@ -333,6 +341,34 @@ def test_samples_and_the_state(served: Served, open_page: Callable[..., Any]) ->
     page.get_by_text("step 64 of 64").wait_for()
     assert page.locator("#state img").count() == 3  # the image and two heads
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (400, "dark")])
+def test_accessibility(
+    served: Served, open_page: Callable[..., Any], width: int, scheme: str
+) -> None:
+    """By axe-core: labels, roles, contrast, and what else a program can tell."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    run = make_run(served.studio.runs / "run", lr=0.1)
+    page = open_page(served.url, width, color_scheme=scheme)
+    contents = {
+        "Complete": ("#complete", "#completions [data-finished=True]"),
+        "Draw": ("#again", "#files a"),
+        "State": ("#walk", "#state img"),
+        "Surprise": ("#show-test", "#expected svg"),
+        "Runs": (None, "#curves img"),
+    }
+    page.get_by_role("button", name="Keep nothing").click()
+    for tab, (button, shown) in contents.items():
+        page.get_by_role("tab", name=tab).click()
+        if button is not None:
+            page.locator(button).click()
+        page.wait_for_selector(shown)
+        found = Axe().run(page).response["violations"]
+        assert not [(each["id"], [node["html"] for node in each["nodes"]]) for each in found], tab
+    page.close()
+    shutil.rmtree(run)
 
 
 def _point(page: Any, row: int, column: int, tap: bool = False) -> None:

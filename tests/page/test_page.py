@@ -138,6 +138,23 @@ def test_a_job_hands_its_newest_frames_on_and_its_last_always(quick: None) -> No
     assert frames[:-1] == sorted(frames[:-1])
 
 
+def test_the_last_frame_does_not_wait_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PAUSE", 600)
+    shown, go_on = threading.Event(), threading.Event()
+
+    def work(show: Callable[[int], None]) -> int:
+        show(0)
+        shown.set()
+        go_on.wait()
+        return -1
+
+    frames = Job(work, threading.Lock()).frames()
+    assert next(frames) == 0
+    shown.wait()
+    threading.Timer(0.1, go_on.set).start()
+    assert list(frames) == [-1]
+
+
 def test_a_job_is_stopped_from_outside_and_by_who_leaves(quick: None) -> None:
     before, turn = threading.active_count(), threading.Lock()
     job = Job(_counting(None), turn)

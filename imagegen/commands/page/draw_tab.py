@@ -34,26 +34,27 @@ def build(studio: Studio) -> None:
         wish, spec = fields.wish(*values), studio.spec
         labels, names = studio.labels(wish), studio.class_names() or None
         gif = GrowingGif()
-        yield "", "", status("drawing", 0.0)
+        yield gr.skip(), "", "", status("drawing", 0.0)
         for frame in studio.samples(visitor, wish):
             grid = labelled_grid(shown(frame.levels, frame.known, spec), labels, names)
             gif.add(grid)
             done = status(f"drawing {wish.number} images", frame.done)
             tag = image_tag(grid, f"{wish.number} images, seed {wish.seed}")
-            yield tag.replace('class="pixels"', 'class="pixels grid"'), "", done
+            yield wish.seed, tag.replace('class="pixels"', 'class="pixels grid"'), "", done
         if not frame.finished:
-            yield gr.skip(), "", status("stopped")
+            yield gr.skip(), gr.skip(), "", status("stopped")
             return
         links = download(encode_png(grid), "image/png", f"seed-{wish.seed}.png", "PNG")
         links += download(gif.file(), "image/gif", f"seed-{wish.seed}.gif", "GIF of the growth")
         command = escape(sample_command(studio.ckpt, wish))
         links += f'<pre class="command" aria-label="command">{command}</pre>'
-        yield gr.skip(), links, status(f"{wish.number} images of seed {wish.seed}.")
+        yield gr.skip(), gr.skip(), links, status(f"{wish.number} images of seed {wish.seed}.")
 
-    drawing = streamed(draw, ("", ""))
-    event = {"outputs": [result, files, said], "show_progress": "hidden", **QUEUE}
-    start.click(lambda: secrets.randbelow(1_000_000), None, fields.seed, **AT_ONCE).then(
-        drawing, fields.inputs, **event
-    )
-    again.click(drawing, fields.inputs, **event)
+    def draw_anew(visitor: str, number: Any, _: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
+        yield from draw(visitor, number, secrets.randbelow(1_000_000), *others)
+
+    # The field takes the new seed with the first picture: it stays where the drawing is refused.
+    event = {"outputs": [fields.seed, result, files, said], "show_progress": "hidden", **QUEUE}
+    for button, drawing in ((start, draw_anew), (again, draw)):
+        button.click(streamed(drawing, (gr.skip(), "", "")), fields.inputs, **event)
     stop.click(stops(studio), **AT_ONCE)

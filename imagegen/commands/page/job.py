@@ -59,8 +59,8 @@ class Job(Generic[Frame]):
                 if frame is not None and count > seen:
                     seen = count
                     yield frame
-                    if not ended:
-                        time.sleep(PAUSE)
+                    with self._news:
+                        self._news.wait_for(lambda: self._ended, PAUSE)
                 elif ended:
                     break
         finally:
