@@ -15,16 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from imagegen.cli.entry import compose, quoted
 from imagegen.commands import registry
-from imagegen.core.installation import PROJECT_ROOT
+from imagegen.core.installation import PROJECT_ROOT, shipped_models
 from imagegen.core.spec import ImageSpec
 from tests.helpers import SMALL, run_main, save_tiny_checkpoint, tiny_model, write_image
 
 PAGES = {
     path.relative_to(PROJECT_ROOT).as_posix(): path.read_text()
-    for pattern in ("*.md", "data/*.md", "docs/**/*.md", "benchmarks/results/**/*.md")
+    for pattern in (
+        "*.md",
+        "data/*.md",
+        "docs/**/*.md",
+        "benchmarks/results/**/*.md",
+        "models/*/*.md",
+    )
     for path in sorted(PROJECT_ROOT.glob(pattern))
 }
 MANUALS = [name for name in PAGES if not name.startswith(("benchmarks/", "CHANGELOG"))]
@@ -134,6 +141,22 @@ def test_commands_are_accepted() -> None:
                 except Exception as error:
                     pytest.fail(f"{page}: {name} {' '.join(options)}: {error}")
     assert len(seen) > 50
+
+
+@pytest.mark.parametrize("folder", shipped_models(), ids=lambda folder: folder.name)
+def test_a_card_trains_the_model_that_ships(folder: Path) -> None:
+    page = (folder / "README.md").relative_to(PROJECT_ROOT).as_posix()
+    ((_, *options),) = [command for command in typed(page) if command[0] == "train"]
+    overrides = [quoted(option) for option in options if not option.startswith("hydra.")]
+    composed = OmegaConf.to_container(compose("train", overrides))
+    assert isinstance(composed, dict)
+    shipped = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
+    for part in ("model", "attention", "head", "optimizer", "scheduler", "dataset", "trainer"):
+        for name, value in shipped[part].items():
+            # Folders and the kind of number are those of the machine.
+            if name not in ("root", "precision", "default_root_dir"):
+                assert composed[part].get(name) == value, f"{part}.{name}"
+    assert composed["batch_size"] == shipped["batch_size"]
 
 
 def prepared(page: str, folder: Path) -> dict[str, Any]:

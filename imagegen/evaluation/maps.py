@@ -42,6 +42,19 @@ _MIN_SIDE = 112
 
 
 @dataclass(frozen=True)
+class Rival:
+    """The label that suits an image best.
+
+    Attributes:
+        label: its name.
+        bits_less: than under the image's own label; 0 where it is that.
+    """
+
+    label: str
+    bits_less: float
+
+
+@dataclass(frozen=True)
 class Row:
     """A scored image.
 
@@ -51,6 +64,7 @@ class Row:
         label: name of its class; empty where the data set has none.
         source: its file or place.
         file: its picture, in the folder.
+        rival: None where labels are not compared.
     """
 
     bits_per_dim: float
@@ -58,11 +72,14 @@ class Row:
     label: str
     source: str
     file: str
+    rival: Rival | None = None
 
     @property
     def said(self) -> str:
         """The row in words."""
         label = f" ({self.label})" if self.label else ""
+        if self.rival and self.rival.bits_less:
+            label = f" ({self.label}; {self.rival.bits_less:.1f} bits less as {self.rival.label})"
         text = f"{self.bits_per_dim:.4f} bits/dim  {self.source}{label}"
         # A file may have any name.
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -77,6 +94,7 @@ def write_maps(
     names: Sequence[str],
     batch_size: int | None,
     progress: Callable[[float], None],
+    rivals: Sequence[Rival] | None = None,
 ) -> list[Row]:
     """Fill a folder with a picture of each image, a table of all, and the first in a grid.
 
@@ -86,9 +104,11 @@ def write_maps(
         folder: empty.
         model, images, labels, batch_size, progress: as in `score_images`.
         sources, names: what to call each image, and its class or nothing.
+        rivals: of each image, where labels are compared.
 
     Returns:
-        A row for each image, the most surprising first.
+        A row for each image, the most surprising first; with rivals, those first that another label
+        suits better, by how much.
 
     Raises:
         UserError: where a score is not finite.
@@ -103,18 +123,23 @@ def write_maps(
         scores = checked(bits.sum(axis=(1, 2)) / model.spec.dims, first)
         for index, score in enumerate(scores.tolist(), first):
             image, each = images[index], bits[index - first]
-            row = Row(score, index, names[index], sources[index], f"images/{index:05d}.png")
+            place, rival = f"images/{index:05d}.png", rivals[index] if rivals else None
+            row = Row(score, index, names[index], sources[index], place, rival)
             picture = draw_map(image, each, model.spec, row.said)
             _write(folder / row.file, picture, model.spec)
             rows.append(row)
         progress(len(bits))
-    rows.sort(key=lambda row: (-row.bits_per_dim, row.index))
+    rows.sort(key=lambda row: (-_bits_less(row), -row.bits_per_dim, row.index))
     _write_table(folder / "images.csv", rows)
     count = min(GRID_IMAGES, grid_limit(*picture.shape[:2]))
     tiles = [_read(folder / row.file)[:-CAPTION_HEIGHT] for row in rows[:count]]
     grid = make_grid(np.stack(tiles), columns=4, padding=8, min_side=1)
     _write(folder / "grid.png", grid, model.spec)
     return rows
+
+
+def _bits_less(row: Row) -> float:
+    return 0.0 if row.rival is None else row.rival.bits_less
 
 
 def draw_map(
@@ -170,8 +195,12 @@ def legend(width: int, spec: ImageSpec) -> UInt8[np.ndarray, "H W 3"]:
 def _write_table(path: Path, rows: Sequence[Row]) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow(["bits_per_dim", "index", "label", "source", "file"])
-    writer.writerows((row.bits_per_dim, row.index, row.label, row.source, row.file) for row in rows)
+    columns = ["bits_per_dim", "index", "label", "source", "file"]
+    compared = [] if rows[0].rival is None else ["likeliest_label", "bits_less"]
+    writer.writerow(columns + compared)
+    for row in rows:
+        rival = () if row.rival is None else (row.rival.label, row.rival.bits_less)
+        writer.writerow((*(getattr(row, name) for name in columns), *rival))
     path.write_bytes(text.getvalue().encode("utf-8", "backslashreplace"))
 
 

@@ -65,10 +65,9 @@ class ScoreOptions:
             out=None if config["out"] is None else opt.one_path(config["out"], "out"),
             maps=None if config["maps"] is None else opt.one_path(config["maps"], "maps"),
         )
-        ways = [
-            name for name in ("maps", "visible", "precision", "classify") if getattr(options, name)
-        ]
-        if len(ways) > 1:
+        names = ("maps", "visible", "precision", "classify")
+        ways = [name for name in names if getattr(options, name)]
+        if len(ways) > 1 and ways != ["maps", "classify"]:
             raise UserError(f"{ways[0]} and {ways[1]} do not go together; leave one out.")
         if options.visible is None and options.particles is not None:
             raise UserError(f"particles={options.particles} needs visible=; add it.")

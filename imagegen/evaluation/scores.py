@@ -180,7 +180,7 @@ def _run(options: ScoreOptions, maps: Path | None) -> dict[str, Any]:
     if maps is None:
         scores, found = _scored(model, images, labels, options)
     else:
-        scores, found = _mapped(maps, model, images, labels, options, dataset, data)
+        scores, found = _mapped(maps, source.loaded, images, labels, options, dataset, data)
     result = {
         "bits_per_dim" if options.visible is None else "bits_per_hidden_value": float(
             scores.mean()
@@ -245,18 +245,29 @@ def _scored(
             model, images, options.visible, labels, options.particles, batch_size
         )
         return checked(scores), said
+    if options.classify and labels is not None:
+        every, accuracy = _classified(model, images, labels, options)
+        return every[np.arange(len(images)), labels], {"accuracy": accuracy}
     with image_progress("evaluating", len(images)) as advance:
-        if options.classify and labels is not None:
-            every = classify_images(model, images, options.batch_size, advance)
-            accuracy = float((every.argmin(axis=1) == labels).mean())
-            return every[np.arange(len(images)), labels], {"accuracy": accuracy}
         scores = score_images(model, images, options.batch_size, advance, labels, options.precision)
         return scores, {}
 
 
+def _classified(
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    labels: Int64[np.ndarray, " n"],
+    options: ScoreOptions,
+) -> tuple[Float64[np.ndarray, "n classes"], float]:
+    """bits/dim of each image under each label, and the share that its own suits best."""
+    with image_progress("classifying", len(images)) as advance:
+        every = classify_images(model, images, options.batch_size, advance)
+    return every, float((every.argmin(axis=1) == labels).mean())
+
+
 def _mapped(
     folder: Path,
-    model: ImageTransformer,
+    loaded: LoadedCheckpoint,
     images: UInt8[np.ndarray, "n h w c"],
     labels: Int64[np.ndarray, " n"] | None,
     options: ScoreOptions,
@@ -264,8 +275,15 @@ def _mapped(
     data: ImageSplit,
 ) -> tuple[Float64[np.ndarray, " n"], dict[str, Any]]:
     """bits/dim of each image, whose maps are drawn on the way, and the most surprising ones."""
-    from imagegen.evaluation.maps import PRINTED, write_maps
+    from imagegen.evaluation.maps import PRINTED, Rival, write_maps
 
+    model, rivals, found = loaded.model, None, {}
+    if options.classify and labels is not None:
+        every, found["accuracy"] = _classified(model, images, labels, options)
+        known = loaded.metadata.get("class_names") or range(every.shape[1])
+        best = every.argmin(axis=1)
+        less = (every[np.arange(len(images)), labels] - every.min(axis=1)) * model.spec.dims
+        rivals = [Rival(str(known[y]), bits) for y, bits in zip(best, less.tolist(), strict=True)]
     names = [""] * len(images)
     if data.labels is not None:
         classes = dataset.class_names
@@ -273,12 +291,12 @@ def _mapped(
     sources = dataset.sources(options.split)
     with image_progress("evaluating", len(images)) as advance:
         rows = write_maps(
-            folder, model, images, labels, sources, names, options.batch_size, advance
+            folder, model, images, labels, sources, names, options.batch_size, advance, rivals
         )
     scores = np.empty(len(rows))
     scores[[row.index for row in rows]] = [row.bits_per_dim for row in rows]
     first = [{**asdict(row), "said": row.said} for row in rows[:PRINTED]]
-    return scores, {"maps": str(options.maps), "most_surprising": first}
+    return scores, {**found, "maps": str(options.maps), "most_surprising": first}
 
 
 def checked(scores: Float64[np.ndarray, " n"], first: int = 0) -> Float64[np.ndarray, " n"]:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import compose
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.data.digits import Digits
 from imagegen.evaluation.maps import draw_map, heat, legend
-from imagegen.evaluation.scores import run, score_images
+from imagegen.evaluation.scores import classify_images, run, score_images
 from imagegen.evaluation.surprise import bits_of_pixels
 from imagegen.generation.images import CAPTION_HEIGHT
 from tests.helpers import read, save_colour_checkpoint, save_tiny_checkpoint, tiny_model, tree
@@ -125,6 +126,33 @@ def test_a_model_with_labels_scores_given_them(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "false")[0]["label"]  # known, whatever the model is told
 
 
+def test_images_that_another_label_suits_better_come_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckpt = save_tiny_checkpoint(tmp_path / "tiny.ckpt", n_classes=10)
+    result = evaluate(ckpt, "limit=20", "classify=true", f"maps={tmp_path / 'maps'}")
+    split = Digits().split("test")
+    assert split.labels is not None
+    labels = split.labels[:20]
+    model = load_checkpoint(ckpt).model
+    every = classify_images(model, split.images[:20]) * 64
+    own = every[np.arange(20), labels]
+    rows = rows_of(tmp_path / "maps")
+    less = [float(row["bits_less"]) for row in rows]
+    assert less == sorted(less, reverse=True)
+    assert 0 == less[-1] < less[0]
+    for row in rows:
+        index = int(row["index"])
+        assert float(row["bits_less"]) == pytest.approx(own[index] - every[index].min(), abs=1e-3)
+        assert int(row["likeliest_label"]) == every[index].argmin()
+        assert float(row["bits_per_dim"]) == pytest.approx(own[index] / 64, rel=1e-5)
+    assert result["accuracy"] == (every.argmin(axis=1) == labels).mean()
+    printed = capsys.readouterr().out.splitlines()
+    assert "classified rightly" in printed[0]
+    best = rows[0]["likeliest_label"]
+    assert printed[1].endswith(f"({rows[0]['label']}; {less[0]:.1f} bits less as {best})")
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -132,7 +160,7 @@ def test_a_model_with_labels_scores_given_them(tmp_path: Path) -> None:
         (["maps=file"], "cannot write the folder .*file: a file of that name"),
         (["maps=file/below"], "cannot write .*below"),
         (["maps="], "maps=, but it must be one path"),
-        (["maps=new", "classify=true"], "maps and classify do not go together"),
+        (["maps=new", "classify=true", "precision=32"], "maps and precision do not go together"),
         (["maps=new", "visible=0.5"], "maps and visible do not go together"),
         (["maps=new", "precision=32"], "maps and precision do not go together"),
         (["maps=new", "out=new"], "out=.* is in maps="),
