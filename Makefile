@@ -57,7 +57,7 @@ demo: $(INSTALLED) ## train, sample and complete digits, in minutes on a CPU
 
 page: $(INSTALLED) ## open a page that draws with the models of models/ (and CKPT=<checkpoint or run folder>)
 	@$(PIP) install --quiet --editable '.[page]' --constraint constraints.txt
-	$(VENV)/bin/imagegen page $(if $(CKPT),ckpt="$(CKPT)")
+	$(VENV)/bin/imagegen page open=true $(if $(CKPT),ckpt="$(CKPT)")
 
 docs: $(INSTALLED) ## build the documentation as a site: build/site/index.html
 	@$(PIP) install --quiet --editable '.[docs]' --constraint constraints.txt

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -99,6 +100,27 @@ def test_this_machine_needs_no_password(host: str) -> None:
     assert PageOptions.from_config(compose("page", ["ckpt=a", f"host='{host}'"])).password is None
     typed = ["ckpt=a", "host=0.0.0.0", "password=123"]
     assert PageOptions.from_config(compose("page", typed)).password == "123"
+
+
+@pytest.mark.parametrize("screen", [True, False])
+@pytest.mark.parametrize("typed", [["open=true"], []])
+def test_a_browser_is_opened_where_there_is_a_screen(
+    monkeypatch: pytest.MonkeyPatch, ckpt: Path, screen: bool, typed: list[str]
+) -> None:
+    opened: list[str] = []
+    page = SimpleNamespace(
+        local_url="the address", block_thread=lambda: None, close=lambda verbose: None
+    )
+    monkeypatch.setattr(server, "find_spec", lambda name: True)
+    monkeypatch.setattr(server, "start", lambda studios, options: page)
+    monkeypatch.setattr(server, "studios_of", lambda options: [])
+    monkeypatch.setattr(server, "_check_free", lambda host, port: None)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setenv("DISPLAY", ":0" if screen else "")
+    server.run(compose("page", [f"ckpt={ckpt}", *typed]))
+    assert opened == (["the address"] if screen and typed else [])
 
 
 def test_the_command_refuses_in_a_sentence(

@@ -25,6 +25,7 @@ class PageOptions:
         password: that visitors type; None lets everyone in who can reach the host.
         device: see `imagegen.core.values.resolve_device`.
         runs: folder whose runs the page shows; the usual one need not exist yet.
+        open: whether a browser is opened.
     """
 
     ckpts: tuple[str, ...]
@@ -33,6 +34,7 @@ class PageOptions:
     password: str | None
     device: str
     runs: Path
+    open: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> PageOptions:
@@ -61,6 +63,7 @@ class PageOptions:
             password=password,
             device=str(config["device"]),
             runs=runs,
+            open=opt.flag(config["open"], "open"),
         )
 
 

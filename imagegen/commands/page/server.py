@@ -5,6 +5,8 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import sys
+import webbrowser
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -40,10 +42,18 @@ def run(config: Mapping[str, Any]) -> None:
         )
     _check_free(options.host, options.port)
     page = start(studios_of(options), options)
+    if options.open and has_screen():
+        webbrowser.open(page.local_url)
     try:
         page.block_thread()
     finally:
         page.close(verbose=False)
+
+
+def has_screen() -> bool:
+    """Whether windows can be opened: elsewhere a browser would take the terminal."""
+    others = sys.platform in ("darwin", "win32")
+    return others or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def studios_of(options: PageOptions) -> list[Studio]:
