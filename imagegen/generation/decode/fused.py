@@ -5,6 +5,7 @@ Axes: `b` batch, `n` position, `s` value per step, `u` uniform number, `p` param
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -337,10 +338,16 @@ def _teams(model: ImageTransformer, rows: int, alone: bool = False) -> tuple[int
 
 
 def _parts(rows: int, teams: int, block: int | None) -> list[slice]:
-    """Micro-batches of about the same size, at least one for each team where there are rows.
+    """Micro-batches: of about the same size, in whole tiles, and as many for each team.
 
     They are blocks of that many rows instead where there is a number.
     """
-    wanted = max(teams, math.ceil(rows / MICRO_BATCH))
-    size = block or math.ceil(math.ceil(rows / wanted) / TILE_ROWS) * TILE_ROWS
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    if block is not None:
+        sizes = [block] * math.ceil(rows / block)
+    else:
+        tiles = math.ceil(rows / TILE_ROWS)
+        count = min(tiles, math.ceil(rows / MICRO_BATCH / teams) * teams)
+        # The larger ones first, as teams wait for each other.
+        sizes = [TILE_ROWS * ((tiles + count - 1 - part) // count) for part in range(count)]
+    stops = [0, *itertools.accumulate(sizes)]
+    return [slice(start, min(stop, rows)) for start, stop in itertools.pairwise(stops)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from imagegen.generation.decode.embedding import (
     tables_of,
 )
 from imagegen.generation.decode.fused import FusedDecoder
+from imagegen.generation.decode.matmul import TILE_ROWS
 from imagegen.generation.decode.matrix import BF16
 from imagegen.generation.decode.prepare import why_not
 from imagegen.generation.sampling_loop import complete, generate
@@ -324,6 +326,20 @@ def test_no_more_threads_than_usable_cpus(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert fused._teams(model, 64) == (2, 1)
     assert fused._teams(model, 1) == (1, 2)
+
+
+def test_micro_batches_are_alike_for_all_teams() -> None:
+    for teams in (1, 2, 3, 8):
+        for rows in range(1, 500):
+            parts = fused._parts(rows, teams, None)
+            sizes = [part.stop - part.start for part in parts]
+            assert sum(sizes) == rows
+            assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+            assert 0 < min(sizes) <= max(sizes) <= fused.MICRO_BATCH
+            tiles = math.ceil(rows / TILE_ROWS)
+            assert len(parts) % teams == 0 or len(parts) == tiles
+            assert max(sizes) - min(sizes[:-1], default=max(sizes)) <= TILE_ROWS
+    assert [part.start for part in fused._parts(100, 2, 64)] == [0, 64]
 
 
 def test_progress_adds_up(model: ImageTransformer) -> None:
