@@ -162,7 +162,8 @@ class LinearAttention(CausalAttention[LinearState]):
         feature_map: one of `feature_maps.FEATURE_MAPS`; `elu` (elu(x) + 1) is the paper's.
         n_features: number of random features of `favor` and `fourier`.
         chunk_size: longest chunk of the parallel form.
-        eps: added to the normaliser.
+        eps: added to the normaliser; None for 1e-12 with `elu`, whose normaliser is above 0 and may
+            become small in long trainings, and for 1e-6 with other maps.
         qk_norm: whether queries and keys pass a `QueryKeyNorm` before the map.
         context: see `CausalAttention`.
 
@@ -185,13 +186,15 @@ class LinearAttention(CausalAttention[LinearState]):
         feature_map: str = "elu",
         n_features: int | None = None,
         chunk_size: int = DEFAULT_CHUNK,
-        eps: float = 1e-6,
+        eps: float | None = 1e-6,
         qk_norm: bool = False,
         **context: Any,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, **context)
         if chunk_size < 1:
             raise UserError(f"attention.chunk_size={chunk_size} must be at least 1.")
+        if eps is None:
+            eps = 1e-12 if feature_map == "elu" else 1e-6
         if not 0 < eps < math.inf:
             raise UserError(f"attention.eps={eps} must be above 0.")
         self.chunk_size = chunk_size

@@ -101,7 +101,7 @@ def _continue_compiled(
     decoder: Decoder,
     parameters: Float[Tensor, "rows p"],
     state: ModelState,
-    uniforms: Float[np.ndarray, "rows n u"],
+    uniforms: Float[np.ndarray, "kept n u"],
     count: int,
     controls: Controls,
     follow: Callable[[Callable[[], UInt8[np.ndarray, "b m s"]]], Growth | None],

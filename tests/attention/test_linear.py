@@ -13,6 +13,7 @@ from imagegen.attention.linear import (
     recurrent_linear_attention,
 )
 from imagegen.attention.softmax import SoftmaxAttention
+from imagegen.cli.entry import compose
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.generation.sampling_loop import generate
@@ -208,6 +209,27 @@ def test_models_of_every_map_generate(name: str) -> None:
 def test_impossible_choices_are_refused(options: dict, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         LinearAttention(**options)
+
+
+def test_small_normalisers_count_as_large_ones() -> None:
+    """By default in the recipes: phi(q) may have any factor, which the normaliser takes out."""
+    composed = compose("train").attention
+    assert composed.eps is None
+    attention = LinearAttention(16, 2, feature_map=composed.feature_map, eps=composed.eps)
+    assert attention.eps == 1e-12
+    assert LinearAttention(16, 2, feature_map="relu", eps=None).eps == 1e-6
+    x = torch.randn(2, 200, 16)
+    with torch.no_grad():
+        attention.qkv.bias[:16] = -4.0  # all features of the queries are exponentials
+        expected, _ = attention(x)
+        attention.qkv.bias[:16] = -16.0
+        for length in (200, 50):  # by the recurrence, and in chunks
+            y, state = attention(x[:, :length])
+            torch.testing.assert_close(y, expected[:, :length], rtol=1e-3, atol=1e-4)
+        y, _ = attention.step(x[:, 50], state)
+        torch.testing.assert_close(y, expected[:, 50], rtol=1e-3, atol=1e-4)
+        attention.eps = 1e-6
+        assert (attention(x)[0] - expected).abs().max() > 0.01
 
 
 def test_head_dim_may_differ_from_the_width() -> None:

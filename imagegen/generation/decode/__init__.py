@@ -22,6 +22,7 @@ from imagegen.core.errors import UserError
 from imagegen.core.machine import Choice, bf16_drawing, limited_threads
 from imagegen.core.values import choice
 from imagegen.generation.sample_options import PRECISIONS
+from imagegen.heads.categorical import Categorical
 from imagegen.heads.controls import Controls
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Decoder(ABC):
         state: ModelState,
         parameters: Float[Tensor, "rows p"],
         sequence: UInt8[np.ndarray, "b n s"],
-        noise: Float[np.ndarray, "rows m u"],
+        noise: Float[np.ndarray, "kept m u"],
         controls: Controls,
         reached: Reached | None = None,
     ) -> None:
@@ -99,7 +100,8 @@ class Decoder(ABC):
             parameters: the distribution of the first step to draw.
             sequence: levels of all steps; those from there on are written.
             noise: uniform numbers of the steps from there on, float64.
-            controls: how to draw, neither greedy nor guided and with all of the distribution.
+            controls: how to draw, not greedy and with all of the distribution; with guidance, the
+                second half of the rows of state and parameters is the first without labels.
             reached: called some dozens of times a second, from several threads, with rows and the
                 step before which all of their values are written. What it raises ends the drawing.
         """
@@ -162,8 +164,12 @@ def choose_decoder(
     choice(precision, "precision", PRECISIONS)
     if model.raster.length < SHORTEST:
         return None
-    if controls.greedy or controls.top_p != 1 or controls.guidance != 1:
-        say("without compiled loops, which have no temperature=0, no top_p and no guidance")
+    if controls.greedy or controls.top_p != 1:
+        say("without compiled loops, which have no temperature=0 and no top_p")
+        return None
+    guides = model.device.type == "cpu" and isinstance(model.head, Categorical)
+    if controls.guidance != 1 and not guides:
+        say("without compiled loops, which know guidance for head=categorical on a CPU alone")
         return None
     with limited_threads():
         decoder = _decoder(model, precision, batch_size)

@@ -254,7 +254,8 @@ def embed(sequence, position, order, tables, condition, area, label, x, first, s
     """The embedding of a position from the values before it.
 
     Args:
-        sequence: levels "r n s" of all positions, known up to `position`.
+        sequence: levels "r n s" of all positions, known up to `position`; with fewer rows than x,
+            each of which stands for all rows at a distance of a multiple of their number.
         position: the predicted step.
         order: of the steps, see `Order`.
         tables: see `EmbeddingTables`.
@@ -273,6 +274,7 @@ def embed(sequence, position, order, tables, condition, area, label, x, first, s
             came = tables.before[order.places[own, position - 1]]
             for e in range(row.shape[0]):
                 row[e] += came[e]
+        known = sequence[r % sequence.shape[0]]
         _add_neighbours(
-            sequence[r], position, place, ranks, tables.shifts, tables.inside, tables.table, row
+            known, position, place, ranks, tables.shifts, tables.inside, tables.table, row
         )

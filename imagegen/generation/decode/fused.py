@@ -77,21 +77,27 @@ class FusedDecoder(Decoder):
         state: ModelState,
         parameters: Float[Tensor, "rows p"],
         sequence: UInt8[np.ndarray, "b n s"],
-        noise: Float[np.ndarray, "rows m u"],
+        noise: Float[np.ndarray, "kept m u"],
         controls: Controls,
         reached: Reached | None = None,
     ) -> None:
         """See `Decoder`."""
         first, length = state.position - 1, sequence.shape[1]
         settings = settings_of(self.model, self.mix, controls)
-        parts, teams, members = self._shared_out(len(sequence))
+        copies = 1 if controls.guidance == 1 else 2
+        parts, teams, members = self._shared_out(len(sequence) * copies)
+        if copies > 1:
+            state, parameters = _side_by_side(state, parameters, parts)
         self.loop_seconds = 0.0
         for start in range(0, len(parts), teams):
             own = parts[start : start + teams]
             together = [
-                self._rows(members, part, state, parameters, sequence, noise) for part in own
+                self._rows(members, part, state, parameters, sequence, noise, copies=copies)
+                for part in own
             ]
-            tell = [None if reached is None else _within(part, reached) for part in own]
+            tell = [
+                None if reached is None else _within(_of(part, copies), reached) for part in own
+            ]
             started = time.perf_counter()
             self.go_through(settings, together, members, first, (first, length), True, tell)
             self.loop_seconds += time.perf_counter() - started
@@ -120,7 +126,7 @@ class FusedDecoder(Decoder):
 
         def work(rows: Rows, team: int, member: int) -> None:
             reached = tell[team] if tell else None
-            own = slice(*(len(rows.x) * each // members for each in (member, member + 1)))
+            own = slice(*(len(rows.sequence) * each // members for each in (member, member + 1)))
             begin, piece = start, row_length if reached is None else 1
             try:
                 with self._served(rows) as served:
@@ -160,8 +166,10 @@ class FusedDecoder(Decoder):
         sequence: UInt8[np.ndarray, "b n s"],
         noise: Float[np.ndarray, "b m u"],
         controls: Controls,
-    ) -> FusedParticles:
+    ) -> FusedParticles | None:
         """See `Decoder`."""
+        if controls.guidance != 1:
+            return None
         parts, teams, members = self._shared_out(len(sequence))
         traced = self.model.raster.row_length
         rows = [
@@ -212,12 +220,14 @@ class FusedDecoder(Decoder):
         state: ModelState,
         parameters: Float[Tensor, "rows p"],
         sequence: UInt8[np.ndarray, "b n s"],
-        noise: Float[np.ndarray, "rows m u"],
+        noise: Float[np.ndarray, "kept m u"],
         traced: int = 0,
+        copies: int = 1,
     ) -> Rows:
         """Copies of the states of some rows, views of their sequences, and room to work.
 
-        `traced` is the number of steps of a call whose distributions are wanted.
+        `traced` is the number of steps of a call whose distributions are wanted, `copies` that of
+        the rows of an image.
         """
         model, weights = self.model, self.weights
         count, width = part.stop - part.start, model.embedding.d_model
@@ -234,10 +244,11 @@ class FusedDecoder(Decoder):
         s, z, keys, recent = (np.stack(arrays) for arrays in zip(*states, strict=True))
         inner = s.shape[2] * s.shape[4]
         features, order = features_of(model), order_of(state.canvas, part, sequence.shape[1])
-        own, most = sequence[part], max(width, inner, features)
+        images, most = _of(part, copies), max(width, inner, features)
+        own = sequence[images]
         if state.canvas is not None:
             drawn = max(state.position - 1, 0)
-            own[:, :drawn] = state.canvas.first(drawn)[part].numpy()
+            own[:, :drawn] = state.canvas.first(drawn)[part][: len(own)].numpy()
         return Rows(
             s=s,
             z=z,
@@ -247,7 +258,7 @@ class FusedDecoder(Decoder):
             order=order,
             sequence=own,
             label=condition_of(model, state, part),
-            noise=noise[part],
+            noise=noise[images],
             predicted=room(weights.prediction.table.shape[4]),
             x=room(width),
             before=room(width),
@@ -318,6 +329,26 @@ class FusedParticles(Particles):
             together = self.rows[begin : begin + self.teams]
             steps = (start, stop)
             self.decoder.go_through(self.settings, together, self.members, self.first, steps, draws)
+
+
+def _of(part: slice, copies: int) -> slice:
+    """The images of some rows, of which each has as many copies."""
+    return slice(part.start // copies, part.stop // copies)
+
+
+def _side_by_side(
+    state: ModelState, parameters: Float[Tensor, "rows p"], parts: Sequence[slice]
+) -> tuple[ModelState, Float[Tensor, "drawn p"]]:
+    """Rows in micro-batches, each of images and then of the same ones without labels.
+
+    Args:
+        state, parameters: of all images with labels, then without.
+        parts: micro-batches.
+    """
+    images = [torch.arange(part.start // 2, part.stop // 2) for part in parts]
+    without = len(parameters) // 2
+    index = torch.cat([rows + shift for rows in images for shift in (0, without)])
+    return state.select(index), parameters[index]
 
 
 def _within(part: slice, reached: Reached) -> Reached:

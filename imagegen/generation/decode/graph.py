@@ -95,7 +95,7 @@ class GraphDecoder(Decoder):
         state: ModelState,
         parameters: Float[Tensor, "rows p"],
         sequence: UInt8[np.ndarray, "b n s"],
-        noise: Float[np.ndarray, "rows m u"],
+        noise: Float[np.ndarray, "kept m u"],
         controls: Controls,
         reached: Reached | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ def _fill(
     step: _Recorded,
     state: ModelState,
     parameters: Tensor,
-    noise: Float[np.ndarray, "rows m u"],
+    noise: Float[np.ndarray, "kept m u"],
 ) -> None:
     """Put a beginning into the tensors of a recorded step."""
     given = dict(named_tensors(state))

@@ -32,7 +32,12 @@ from imagegen.generation.decode.embedding import (
 from imagegen.generation.decode.matmul import PANEL
 from imagegen.generation.decode.matrix import Matrix, multiply, round_rows
 from imagegen.generation.decode.mixers import LinearMix, MixSettings, SoftmaxMix
-from imagegen.generation.decode.sampling import draw_categorical, draw_mixture, lay_around
+from imagegen.generation.decode.sampling import (
+    draw_categorical,
+    draw_mixture,
+    guide,
+    lay_around,
+)
 from imagegen.generation.decode.team import meet, share
 
 
@@ -78,6 +83,7 @@ class Settings(NamedTuple):
     residual_unit: float
     choice_temperature: float
     scale_temperature: float
+    guidance: float  # not 1 for a categorical head alone
 
 
 class Rows(NamedTuple):
@@ -87,7 +93,8 @@ class Rows(NamedTuple):
         s, z, keys, recent: states of all layers, changed; see `mixers.States`.
         ones: decays of mechanisms that have none.
         order: of the steps.
-        sequence: levels; those that are drawn are written.
+        sequence: levels; those that are drawn are written. With guidance, half as many rows: of
+            those with their labels, which are followed by the same ones without.
         label: the row of `Weights.condition` that is added to the embedding.
         noise: uniform numbers of the steps from the first one drawn.
         predicted: the linear prediction of the step's values; without columns if there is none.
@@ -110,9 +117,9 @@ class Rows(NamedTuple):
     recent: Float32[np.ndarray, "l r w h c"]
     ones: Float32[np.ndarray, " d"]
     order: Order
-    sequence: UInt8[np.ndarray, "r n s"]
+    sequence: UInt8[np.ndarray, "images n s"]
     label: Int64[np.ndarray, " r"]
-    noise: Float64[np.ndarray, "r n u"]
+    noise: Float64[np.ndarray, "images n u"]
     predicted: Float32[np.ndarray, "r p"]
     x: Float32[np.ndarray, "r e"]
     before: Float32[np.ndarray, "r e"]
@@ -273,16 +280,21 @@ def _distribution(w, settings, rows, shares, position, flags, members):
 
 @no_type_check
 @inline()
-def _draw(settings, rows, position, uniforms, choices, first, stop):
+def _draw(settings, rows, position, uniforms, choices, flags, member, members):
     """The values of a step, from its distribution, into `rows.sequence`."""
     parameters, values = rows.parameters, rows.sequence[:, position]
+    first, stop = share(values.shape[0], member, members)
     choice, scale = settings.choice_temperature, settings.scale_temperature
     if settings.mixture:
         k, logits, levels = settings.components, settings.logits, settings.levels
         mixture = (choice, scale, k, logits, levels)
         draw_mixture(parameters, uniforms, mixture, choices, values, first, stop)
     else:
+        if settings.guidance != 1.0:
+            guide(parameters, values.shape[0], settings.guidance, first, stop)
         draw_categorical(parameters, uniforms, choice, choices, values, first, stop)
+        if settings.guidance != 1.0:
+            meet(flags, members)  # rows without labels are those of other members
 
 
 @no_type_check
@@ -321,7 +333,8 @@ def run(w, settings, rows, first, start, stop, known, draws, flags, member, memb
             _distribution(w, settings, rows, shares, position, flags, members)
         if draws:
             uniforms = rows.noise[:, position - first]
-            _draw(settings, rows, position, uniforms, rows.choices[member], own_first, own_stop)
+            choices = rows.choices[member]
+            _draw(settings, rows, position, uniforms, choices, flags, member, members)
         elif rows.trace.shape[1] > 0:
             copy(rows.parameters, rows.trace[:, position - start], own_first, own_stop)
     # A later call begins with the same shares, so that nobody has to be waited for here.

@@ -57,6 +57,26 @@ def draw_categorical(parameters, uniforms, temperature, work, values, first, sto
 
 @no_type_check
 @compiled()
+def guide(parameters, images, guidance, first, stop):
+    """Logits under guidance in place of those with the label; see `OutputHead.sample_guided`.
+
+    Of logits, unlike those of a mixture, the sums that normalise them do not matter.
+
+    Args:
+        parameters: logits "r levels", or wider, changed: of the images, then of them without label.
+        images: how many there are, half of the rows.
+        guidance: 1 takes those with the label, 0 those without.
+        first, stop: the images to go through.
+    """
+    scale = np.float32(guidance)
+    for r in range(first, stop):
+        row, without = parameters[r], parameters[images + r]
+        for i in range(row.shape[0]):
+            row[i] = without[i] + scale * (row[i] - without[i])
+
+
+@no_type_check
+@compiled()
 def lay_around(parameters, predicted, components, logits, unit, first, stop):
     """Count the means of a mixture from a prediction; see `MixtureOfLogistics`.
 

@@ -157,6 +157,42 @@ def test_the_same_images(
     assert alike.all(axis=1).mean() >= 0.9
 
 
+GUIDED = {
+    "raster": {"orders": 8, "attention": RELU},
+    "any order": {"order": "any"},
+}
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("kind", GUIDED)
+def test_guided_images_are_the_same(
+    kind: str, members: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    monkeypatch.setattr(fused, "MICRO_BATCH", 16)
+    monkeypatch.setattr(fused, "_teams", lambda *_: (3 - members, members))
+    shape = {"embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4, "n_layers": 2}
+    model = tiny_model(ImageSpec(6, 6, 1, 17), head=CATEGORICAL, **shape, **GUIDED[kind])
+    controls = Controls(guidance=3.0, temperature=0.8)
+    options: dict[str, Any] = {"seed": 3, "controls": controls, "labels": [0, 2, -1]}
+    assert isinstance(choose_decoder(model, controls), FusedDecoder)
+    compiled = _all(model, 30, precision="32", **options)
+    unguided = _all(model, 30, precision="32", **{**options, "controls": Controls()})
+    assert (compiled != unguided).reshape(30, -1).any(axis=1).mean() > 0.5
+    done: list[float] = []
+    for number in (1, 5, 30):
+        few = _all(model, number, precision="32", batch_size=7, progress=done.append, **options)
+        assert np.array_equal(few, compiled[:number])
+    assert sum(done) == pytest.approx(36)
+    visible = [2, 3, 0] * 4
+    completed = complete(model, compiled[:12], visible, 2, precision="32", **options)
+    monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
+    alike = (compiled == _all(model, 30, **options)).reshape(30, -1).all(axis=1)
+    assert alike.mean() >= 0.9
+    alike = (completed == complete(model, compiled[:12], visible, 2, **options)).reshape(24, -1)
+    assert alike.all(axis=1).mean() >= 0.9
+
+
 def test_the_same_particles(model: ImageTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
     images, (height, width, _) = _all(model, 4, seed=3, precision="32"), model.spec.shape
     words = ("left:0.5", "hole:0.5", "random:0.4", "bottom:0.5")
