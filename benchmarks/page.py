@@ -7,12 +7,14 @@ stroke is drawn, its top half or all but a hole is kept, and *Complete* is press
 *Draw*. The first time of each is not counted: it compiles. In the table are the seconds from the
 press to the finished pictures as the browser shows them, how many different pictures were shown in
 a second until then, and the seconds that `complete`, of an empty image, or `generate` takes for as
-many in this process, without a page.
+many in this process, without a page. Below it is the memory of this process after 20 completions
+and after as many as asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import socket
 import sys
 import time
@@ -136,9 +138,24 @@ def measured(page: Any, studio: Studio, repeats: int) -> list[tuple[str, list[An
         seconds, _ = page.evaluate(PRESS, ["#again", "#files"])
         return seconds, page.evaluate("() => window.pictures.size")
 
-    page.get_by_label("Number of images").fill("16")
-    add("draw 16", draw, lambda: list(generate(model, 16)))
+    for number in (16, 64):
+        page.get_by_label("Number of images").fill(str(number))
+        add(f"draw {number}", draw, lambda number=number: list(generate(model, number)))
     return found
+
+
+def memory(page: Any, completions: int, first: int = 20) -> tuple[float, float]:
+    """MiB that are resident in this process after the first completions, and after all."""
+    page.get_by_role("tab", name="Complete").click()
+    page.get_by_role("button", name="Keep the top").click()
+    page.get_by_label("Number of completions").fill("1")
+    used = []
+    for number in range(1, completions + 1):
+        page.evaluate(PRESS, ["#complete", "#completions"])
+        if number in (first, completions):
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            used.append(pages * resource.getpagesize() / 2**20)
+    return used[0], used[-1]
 
 
 def table(found: list[tuple[str, list[Any], list[float]]]) -> list[str]:
@@ -156,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ckpt", default="models/mnist")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--completions", type=int, default=200)
     parser.add_argument("--out", type=Path)
     typed = parser.parse_args()
     from playwright.sync_api import sync_playwright
@@ -170,11 +188,13 @@ def main() -> None:
         page.goto(url)
         page.wait_for_selector("canvas[data-ready]")
         found = measured(page, studio, typed.repeats)
+        before, after = memory(page, typed.completions)
         browser.close()
     server.close(verbose=False)
     machine = describe(torch.device("cpu"))
     head = f"`{typed.ckpt}`, {machine['processor']}, {machine['threads']} threads, {commit()}:"
-    lines = [head, "", *table(found)]
+    said = f"{before:.0f} MiB after 20 completions, {after:.0f} MiB after {typed.completions}."
+    lines = [head, "", *table(found), "", said]
     print("\n".join(lines))
     if typed.out is not None:
         typed.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.page import measured, serve, stroke, table
+from benchmarks.page import measured, memory, serve, stroke, table
 from imagegen.commands.page.studio import Studio
 from imagegen.core.installation import PROJECT_ROOT, shipped_models
 from imagegen.data.digits import Digits
@@ -309,8 +309,9 @@ def test_another_model_has_a_page_of_its_own(served: Served, open_page: Callable
 
 def test_waiting_is_measured(served: Served, open_page: Callable[..., Any]) -> None:
     """The script benchmarks/page.py."""
-    found = measured(open_page(served.url), served.studio, 1)
-    assert len(found) == 5
+    page = open_page(served.url)
+    found = measured(page, served.studio, 1)
+    assert len(found) == 6
     for _, pressed, without in found:
         ((seconds, pictures),) = pressed
         assert seconds > 0
@@ -318,7 +319,10 @@ def test_waiting_is_measured(served: Served, open_page: Callable[..., Any]) -> N
         assert without[0] > 0
     head, _, *lines = table(found)
     assert head.count("|") == 5
-    assert [line.split(" | ")[0] for line in lines][-1] == "| draw 16"
+    assert [line.split(" | ")[0] for line in lines][-1] == "| draw 64"
+    first, last = memory(page, 3, 1)
+    assert first > 100
+    assert abs(last - first) < 100
 
 
 def test_samples_and_the_state(served: Served, open_page: Callable[..., Any]) -> None:
