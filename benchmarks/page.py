@@ -45,18 +45,20 @@ WAIT = 300_000
 # The seconds from the click to the finished pictures, and how many others were seen before.
 PRESS = """async ([button, place]) => {
   const seen = new Set(), result = document.querySelector(place);
-  const ended = () => result.querySelector("a, [data-finished=True]") !== null;
-  let cleared = !ended();
+  const finished = () => result.querySelector("a, [data-finished=True]");
+  const before = finished();
   const begun = performance.now();
   return await new Promise((resolve) => {
     const observer = new MutationObserver(() => {
-      cleared ||= !ended();
-      if (!cleared) return;
+      if (finished() !== null && finished() === before) return;
       if (result.querySelector("img")) seen.add(result.innerHTML);
-      if (!ended()) return;
+      if (finished() !== null) end();
+    });
+    const end = () => {
       observer.disconnect();
       resolve([(performance.now() - begun) / 1000, seen.size]);
-    });
+    };
+    setTimeout(end, 60000);  // pictures that are shown anew at once are not seen to change
     observer.observe(result, { childList: true, subtree: true, attributes: true });
     document.querySelector(button).click();
   });

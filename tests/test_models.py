@@ -14,12 +14,10 @@ from imagegen.core.installation import PROJECT_ROOT, shipped_models
 from imagegen.data.base import ImageDataset
 from imagegen.data.digits import Digits
 from imagegen.data.mnist import MNIST
-from imagegen.evaluation.checks import NORMALIZER, all_checks
+from imagegen.evaluation.checks import all_checks
 from tests.helpers import read_images, sample
 
 MODELS = shipped_models()
-KNOWN_FAULTS = {"photographs": {NORMALIZER}}
-"""Checks that fail, which the card says too."""
 
 
 def _size(folder: Path) -> int:
@@ -47,7 +45,7 @@ def test_a_model_is_verified(folder: Path) -> None:
     images = np.random.default_rng(0).integers(0, model.spec.levels, (1, *model.spec.shape))
     checks = all_checks(model, images.astype(np.uint8), 0)
     wrong = {each.name for each in checks if each.ok is False}
-    assert wrong == KNOWN_FAULTS.get(folder.name, set())
+    assert wrong == set()
 
 
 def test_all_models_together_are_small() -> None:
