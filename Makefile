@@ -9,9 +9,9 @@ comma := ,
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
-# The page is tested in a browser where there is one; BROWSER= does without.
-BROWSER ?= $(shell command -v chromium || command -v chromium-browser)
-WITH_BROWSER := $(if $(BROWSER),$(comma)browser)
+# The page is tested in a browser where there is one; CHROMIUM= does without.
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser)
+WITH_BROWSER := $(if $(CHROMIUM),$(comma)browser)
 INSTALLED_TEST := $(VENV)/installed-test$(subst $(comma),-,$(WITH_BROWSER))
 
 .DEFAULT_GOAL := help

@@ -56,6 +56,12 @@ class LoadedCheckpoint:
     path: Path
     metadata: dict[str, Any]
 
+    @property
+    def class_names(self) -> list[str]:
+        """Of the classes that the model knows, numbers where they have no names; may be empty."""
+        known = range(self.model.n_classes or 0)
+        return list((self.metadata.get("class_names") if known else None) or map(str, known))
+
 
 def make_metadata(
     spec: ImageSpec,

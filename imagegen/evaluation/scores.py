@@ -280,10 +280,10 @@ def _mapped(
     model, rivals, found = loaded.model, None, {}
     if options.classify and labels is not None:
         every, found["accuracy"] = _classified(model, images, labels, options)
-        known = loaded.metadata.get("class_names") or range(every.shape[1])
-        best = every.argmin(axis=1)
         less = (every[np.arange(len(images)), labels] - every.min(axis=1)) * model.spec.dims
-        rivals = [Rival(str(known[y]), bits) for y, bits in zip(best, less.tolist(), strict=True)]
+        known = loaded.class_names
+        best = [known[label] for label in every.argmin(axis=1)]
+        rivals = list(map(Rival, best, less.tolist()))
     names = [""] * len(images)
     if data.labels is not None:
         classes = dataset.class_names

@@ -199,10 +199,9 @@ class Studio:
         about, version = self._about, self.version()
         if about is None or about.version != version:
             loaded = self.desk.loaded(version, self.device)
-            model, known = loaded.model, loaded.model.n_classes
-            names = (loaded.metadata.get("class_names") or map(str, range(known))) if known else ()
+            model, names = loaded.model, loaded.class_names
             size = (len(model.blocks), model.raster.length)
-            about = self._about = About(version, model.spec, known, list(names), *size)
+            about = self._about = About(version, model.spec, model.n_classes, names, *size)
         return about
 
     @property

@@ -148,5 +148,5 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
         unit,
         float(choice),
         float(scale),
-        controls.guidance,
+        float(controls.guidance),
     )
