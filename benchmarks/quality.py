@@ -63,14 +63,23 @@ PARTS = {
         "~model.embedding.neighbours",
     ],
     "post-norm": [*OURS, "model.norm_first=false"],
-    "mixture of logistics and tables around a prediction": MUON,
-    "mixture of logistics and tables": [*MUON, "model.linear_prediction=false"],
+    "mixture of logistics and a softmax around a prediction": MUON,
+    "mixture of logistics and a softmax": [*MUON, "model.linear_prediction=false"],
     "mixture of logistics around a prediction": ["head=logistics", *MUON],
     "mixture of logistics": ["head=logistics", *MUON, "model.linear_prediction=false"],
     "AdamW at 2e-3": ["head=categorical", "batch_size=8", "optimizer.lr=2e-3"],
     "constant learning rate": [*OURS, "scheduler=constant"],
     "dropout 0.1": [*OURS, "model.dropout=0.1"],
 }
+
+
+def _heads(*options: str) -> dict[str, list[str]]:
+    """The default head beside the one that MNIST's recipe has."""
+    size = size_options(128)
+    return {
+        "categorical": ["head=categorical", *options, *size],
+        "mixture of logistics": ["head=mixture_of_logistics", *options, *size],
+    }
 
 
 def _sides(width: int, ours: list[str] = OURS, papers: list[str] = PAPER) -> dict[str, list[str]]:
@@ -110,6 +119,19 @@ TABLES = {
         FASHION,
         900.0,
         root=FASHION_DATA,
+    ),
+    "mnist-heads": Table(_heads(*MUON), MNIST, 1800.0, seeds=(0, 1), root=DATA),
+    "fashion-mnist-heads": Table(_heads(*MUON), FASHION, 900.0, seeds=(0, 1), root=FASHION_DATA),
+    "photographs-heads": Table(
+        {
+            row: options + (["model.tokens=subpixel"] if row == "categorical" else [])
+            for row, options in _heads(*COLOUR).items()
+        },
+        PHOTOGRAPHS,
+        1800.0,
+        images=1000,
+        draws=16,
+        root=PHOTOGRAPHS_DATA,
     ),
     "parts": Table(
         {row: [*options, *size_options(128)] for row, options in PARTS.items()},

@@ -94,10 +94,12 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
     """Seconds of a training step and images/s when generating: medians over interleaved rounds."""
     import torch
 
+    from imagegen.core.machine import has_bf16
     from imagegen.core.memory import keep_freed_memory
     from imagegen.generation.sampling_loop import generate
 
-    keep_freed_memory()  # as train.py does
+    keep_freed_memory()  # as train.py does, as is the precision
+    bf16 = has_bf16(torch.device("cpu"))
     made = {row: _prepared(table, row) for row in table.rows}
     steps: dict[str, list[float]] = {row: [] for row in made}
     drawn: dict[str, list[float]] = {row: [] for row in made}
@@ -107,7 +109,9 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
             for batch in images.chunk(3):
                 started = time.perf_counter()
                 optimizer.zero_grad()
-                module.loss({"images": batch}).backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    loss = module.loss({"images": batch})
+                loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 if turn:  # the first round warms up
@@ -120,6 +124,7 @@ def speed(name: str, table: Table, out: Path, rounds: int) -> None:
         print(f"round {turn} of {rounds}", file=sys.stderr)
     result = {
         "threads": torch.get_num_threads(),
+        "precision": "bf16-mixed" if bf16 else "32-true",
         "rounds": rounds,
         "mechanisms": {
             row: {
