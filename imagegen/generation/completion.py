@@ -218,17 +218,21 @@ class Completions:
         return f"{counted(drawn, 'completion')} of {counted(images, 'image')}"
 
 
-def collapse(reports: Mapping[int, Report]) -> list[str]:
-    """A sentence on the images that too few particles have decided about, if there are any."""
+def collapse(reports: Mapping[int, Report], advice: str | None = None) -> list[str]:
+    """A sentence on the images that too few particles have decided about, if there are any.
+
+    Args:
+        advice: what to do; by default that of a command that takes `particles=`.
+    """
     collapsed = {image: report for image, report in reports.items() if report.collapsed}
     if not collapsed:
         return []
     worst = min(collapsed, key=lambda image: collapsed[image].left)
     report, were = collapsed[worst], "was" if len(collapsed) == 1 else "were"
+    more = f"use more (particles={4 * report.particles}), or a model trained with model.order=any"
     return [
         f"{len(collapsed)} of {counted(len(reports), 'image')} {were} left with few particles, "
-        f"image {worst} with {report.left} of {report.particles}: use more "
-        f"(particles={4 * report.particles}), or a model trained with model.order=any"
+        f"image {worst} with {report.left} of {report.particles}: {advice or more}"
     ]
 
 

@@ -39,6 +39,7 @@ from imagegen.generation.sampling_request import (
     initial_state,
     no_gradients,
 )
+from imagegen.generation.watching import Growth
 from imagegen.model.state import ModelState
 from imagegen.model.transformer import ImageTransformer
 
@@ -164,10 +165,17 @@ def draw_particles(
     with no_gradients(model):
         cloud = _begin(model, image, kept, index, request, count, orientation)
         chance = uniforms(request.seed, index, _STREAM, len(kept) + 1)
-        log_weights, report = _go_through(model, cloud, kept, chance, len(forks), request)
-    picked = _inverted(log_weights, (_van_der_corput(forks) + chance[0]) % 1)
-    sequences = torch.from_numpy(cloud.sequence[picked])
-    return model.raster.to_images(sequences).numpy(), report
+        log_weights = np.zeros(count)
+
+        def picked() -> UInt8[np.ndarray, "k n s"]:
+            """As the particles are now: until the end, what comes may decide for others."""
+            return cloud.sequence[_inverted(log_weights, (_van_der_corput(forks) + chance[0]) % 1)]
+
+        which = [(index, fork) for fork in forks]
+        told = (request.progress, request.watch, which, int(kept.argmin()), model.raster)
+        growth = Growth(*told, picked, kept=kept)
+        report = _go_through(model, cloud, kept, chance, log_weights, growth)
+    return model.raster.to_images(torch.from_numpy(picked())).numpy(), report
 
 
 def _begin(
@@ -207,12 +215,16 @@ def _go_through(
     cloud: Particles,
     kept: Bool[np.ndarray, " n"],
     chance: Float64[np.ndarray, " m"],
-    completions: int,
-    request: SamplingRequest,
-) -> tuple[Float64[np.ndarray, " b"], Report]:
-    """Draw, weigh and resample; the logarithms of the weights at the end."""
+    log_weights: Float64[np.ndarray, " b"],
+    growth: Growth,
+) -> Report:
+    """Draw, weigh and resample.
+
+    Args:
+        log_weights: 0; in the end, the logarithms of the weights.
+        growth: is told how far the particles are.
+    """
     count, first = len(cloud.sequence), int(kept.argmin())
-    log_weights = np.zeros(count)
     evidence, least, resamplings = 0.0, float(count), 0
     for start, stop in _pieces(kept, first, model.raster.row_length):
         if not kept[start]:
@@ -229,11 +241,10 @@ def _go_through(
                     cloud.select(_inverted(log_weights, uniform))
                     log_weights[:] = 0
                     resamplings += 1
-        if request.progress:
-            request.progress(completions * (stop - start) / (len(kept) - first))
+        growth(slice(None), stop)
     evidence += _log_mean(log_weights)
     distinct = len(np.unique(cloud.sequence.reshape(count, -1), axis=0))
-    return log_weights, Report(count, least, resamplings, distinct, evidence)
+    return Report(count, least, resamplings, distinct, evidence)
 
 
 def _pieces(kept: Bool[np.ndarray, " n"], first: int, longest: int) -> Iterator[tuple[int, int]]:

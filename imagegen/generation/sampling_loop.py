@@ -226,7 +226,7 @@ def complete(
         progress: called with the (fractional) number of completions done since the last call.
         particles: of each image that needs them, at least 1.
         report: called with the index of such an image and what became of its particles.
-        watch: as in `generate`; not called for such images, whose particles are weighed to the end.
+        watch: as in `generate`; of such images it sees the particles that would be chosen by then.
 
     Raises:
         UserError: as `generate`, and for visible parts of another number or size.

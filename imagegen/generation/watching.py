@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64, UInt8
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from imagegen.model.embeddings import Raster
@@ -59,6 +59,7 @@ class Growth:
         drawn: what has been drawn since, as it is now.
         prefix: levels of the steps before; without one there are none.
         order: see `imagegen.generation.sampling_request.first_pixels`.
+        kept: the steps whose values were given, wherever they are; none by default.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class Growth:
         drawn: Callable[[], UInt8[np.ndarray, "b m s"]],
         prefix: UInt8[Tensor, "b first s"] | None = None,
         order: Bool[Tensor, "b h w"] | None = None,
+        kept: Bool[np.ndarray, " n"] | None = None,
     ) -> None:
         self.progress, self.watch, self.drawn = progress, watch, drawn
         self.which, self.raster, self.prefix, self.order = tuple(which), raster, prefix, order
+        self.kept = np.zeros(raster.length, bool) if kept is None else kept
         self.per_step = 1 / (raster.length - first)
         self.reached = np.full(len(which), first)
         self._next = 0.0
@@ -101,7 +104,8 @@ class Growth:
     def snapshot(self) -> Snapshot:
         """The images as they are now."""
         # First how far they are: they continue meanwhile, and what is not counted is left out.
-        known = _known_steps(self.reached.copy(), self.raster.length)
+        reached = np.arange(self.raster.length) < self.reached[:, None]
+        known = torch.from_numpy(reached | self.kept).unsqueeze(2)
         sequence = torch.from_numpy(self.drawn().copy())
         if self.prefix is not None:
             sequence = torch.cat([self.prefix.cpu(), sequence], dim=1)
@@ -110,7 +114,3 @@ class Growth:
         levels = self.raster.to_images(sequence, order).numpy()
         pixels = self.raster.to_images(known.expand_as(sequence).byte(), order).numpy()
         return Snapshot(self.which, levels, pixels.min(axis=3) > 0)
-
-
-def _known_steps(reached: Int64[np.ndarray, " b"], length: int) -> Bool[Tensor, "b n 1"]:
-    return torch.from_numpy(np.arange(length) < reached[:, None]).unsqueeze(2)

@@ -131,12 +131,36 @@ def test_an_exception_stops_the_drawing(
     assert len(_all(model, 1)) == 1  # nothing is left behind
 
 
-def test_a_region_without_pictures_is_stopped_by_its_progress() -> None:
+@pytest.mark.parametrize("name", ["raster", "sub-pixels", "orientations"])
+def test_particles_are_seen_on_their_way(name: str, loop: str) -> None:
+    """As they would be chosen then: drawn pixels may change, visible ones never do."""
+    spec, made = MODELS[name]
+    model = tiny_model(spec, **made)
+    images = _all(model, 2)
+    visible = np.stack([read_region("hole:0.5").visible(spec.height, spec.width)] * 2)
+    options: dict[str, Any] = {"seed": 5, "particles": 4}
+    expected = complete(model, images, visible, 3, **options)
+    seen: list[Snapshot] = []
+    assert np.array_equal(
+        complete(model, images, visible, 3, watch=seen.append, **options), expected
+    )
+    for image in range(2):
+        of_one = [shot for shot in seen if shot.which == tuple((image, fork) for fork in range(3))]
+        known = np.stack([shot.known for shot in of_one])
+        assert known[:, :, visible[image]].all()
+        assert (np.diff(known.astype(int), axis=0) >= 0).all()
+        assert 0 < known[0].mean() < 1
+        for shot in of_one:
+            assert (shot.levels[:, visible[image]] == images[image, visible[image]]).all()
+            assert not shot.levels[~shot.known].any()
+        assert of_one[-1].known.all()
+        assert np.array_equal(of_one[-1].levels, expected[image])
+    assert len(seen) > 8
+
+
+def test_particles_are_stopped_by_their_progress() -> None:
     model = tiny_model(ImageSpec(6, 5))
     visible = read_region("bottom:0.5").visible(6, 5)[None]
-    seen: list[Snapshot] = []
-    complete(model, np.zeros((1, 6, 5, 1), np.uint8), visible, 2, particles=4, watch=seen.append)
-    assert not seen
 
     def stop(_: float) -> None:
         raise Stop

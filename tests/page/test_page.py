@@ -24,7 +24,7 @@ from PIL import Image
 from imagegen.cli.entry import compose
 from imagegen.commands.page import command, page_options, pictures, server, watched
 from imagegen.commands.page import job as jobs
-from imagegen.commands.page.job import Job
+from imagegen.commands.page.job import Job, Stopped
 from imagegen.commands.page.page_options import PageOptions
 from imagegen.commands.page.studio import Desk, Studio, Wish, quoted, sample_command
 from imagegen.commands.page.surprises import Picture, Surprises
@@ -180,10 +180,10 @@ def test_the_last_frame_does_not_wait_for_the_pause(monkeypatch: pytest.MonkeyPa
 def test_a_job_is_stopped_from_outside_and_by_who_leaves(quick: None) -> None:
     before, turn = threading.active_count(), threading.Lock()
     job = Job(_counting(None), turn)
-    for frame in job.frames():
-        if frame > 3:
-            job.stop()
-    assert job.stopped
+    with pytest.raises(Stopped):
+        for frame in job.frames():
+            if frame > 3:
+                job.stop()
     frames = Job(_counting(None), turn).frames()
     next(frames)
     frames.close()  # as when a generator is given up
@@ -211,7 +211,8 @@ def test_jobs_wait_for_their_turn_and_errors_come_through(quick: None) -> None:
     with turn:
         waiting = Job(_counting(1), turn)
         waiting.stop()
-        assert list(waiting.frames()) == []
+        with pytest.raises(Stopped):
+            list(waiting.frames())
 
 
 def test_a_completion_keeps_what_is_visible(studio: Studio, quick: None) -> None:
@@ -236,7 +237,7 @@ def test_a_completion_keeps_what_is_visible(studio: Studio, quick: None) -> None
         (Wish(1, seed=-1), "seed=-1"),
         (Wish(1, temperature=-1.0), "temperature=-1.0"),
         (Wish(1, top_p=0.0), "top_p"),
-        (Wish(1, guidance=2.0), "guidance=2.0 needs labels"),
+        (Wish(1, guidance=2.0), "guidance=2 needs a class to guide towards; choose one"),
         (Wish(1, label=("cat",)), "label=cat is not one of"),
     ],
 )
@@ -391,7 +392,6 @@ def test_a_picture_of_a_distribution() -> None:
 def test_surprises_agree_with_the_probabilities_of_a_pixel(studio: Studio) -> None:
     surprises = Surprises(studio)
     looked = surprises.look("me", 7)
-    assert looked is not None
     split = Digits().split("test")
     assert split.labels is not None
     assert looked.picture.label == str(split.labels[7])
@@ -405,7 +405,6 @@ def test_surprises_agree_with_the_probabilities_of_a_pixel(studio: Studio) -> No
         assert p[looked.best[row, column, 0]] == p.max()
     assert looked.bits.max() == looked.bits[looked.first]
     without = surprises.look("me", Picture(looked.picture.levels, "a file"))
-    assert without is not None
     assert without.bits_per_dim != looked.bits_per_dim
 
 
@@ -445,11 +444,32 @@ def test_what_cannot_be_looked_at_is_a_sentence(
     assert not studio.desk.turn.locked()
 
 
-def test_nothing_is_downloaded_for_a_test_image(tmp_path: Path) -> None:
+def test_nothing_is_downloaded_for_a_test_image_unless_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mnist = {"_target_": "imagegen.data.mnist.MNIST", "root": str(tmp_path), "download": True}
-    surprises = Surprises(Studio(str(save_tiny_checkpoint(tmp_path / "m.ckpt", mnist)), "cpu"))
+    ckpt = str(save_tiny_checkpoint(tmp_path / "m.ckpt", mnist))
     with pytest.raises(UserError, match="MNIST was not found"):
-        surprises.look("me", 0)
+        Surprises(Studio(ckpt, "cpu")).look("me", 0)
+    asked: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(
+        "imagegen.data.mnist.MNIST.prepare", lambda self: asked.append((self.root, self.download))
+    )
+    typed = ["ckpt=a", f"dataset.root={tmp_path / 'b'}", "dataset.download=true"]
+    dataset = PageOptions.from_config(compose("page", typed)).dataset
+    with pytest.raises(UserError):
+        Surprises(Studio(ckpt, "cpu", dataset=dataset)).look("me", 0)
+    assert asked == [(tmp_path / "b", True)]
+
+
+def test_the_first_visitor_need_not_wait_for_compiling(ckpt: Path, tmp_path: Path) -> None:
+    studio = Studio(str(ckpt), "cpu")
+    studio.get_ready()
+    assert studio.desk._read is not None
+    broken = Studio(str(save_tiny_checkpoint(tmp_path / "gone.ckpt")), "cpu")
+    (tmp_path / "gone.ckpt").unlink()
+    broken.get_ready()
+    assert not broken.desk.turn.locked()
 
 
 def test_runs_are_read_again_when_they_change(

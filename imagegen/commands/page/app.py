@@ -85,8 +85,8 @@ def build(studios: Sequence[Studio]) -> gr.Blocks:
     for number, studio in enumerate(studios):
         name = Path(studio.ckpt).resolve().name
         with page if number == 0 else page.route(name):
-            if number == 0:
-                gr.Navbar(main_page_name=name, visible=len(studios) > 1)
+            first = Path(studios[0].ckpt).resolve().name
+            gr.Navbar(main_page_name=first, visible=len(studios) > 1)
             _fill(page, studio)
     return page
 

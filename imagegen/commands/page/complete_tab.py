@@ -9,7 +9,15 @@ from typing import Any
 import gradio as gr
 
 from imagegen.commands.page.canvas import canvas
-from imagegen.commands.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
+from imagegen.commands.page.controls import (
+    AT_ONCE,
+    QUEUE,
+    Fields,
+    beginning,
+    status,
+    stops,
+    streamed,
+)
 from imagegen.commands.page.pictures import image_tag, read_canvas, read_upload, shown, write_canvas
 from imagegen.commands.page.studio import Growing, Studio
 from imagegen.core.errors import UserError
@@ -41,20 +49,12 @@ def build(studio: Studio) -> None:
     def complete(visitor: str, sent: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         wish = fields.wish(*values)
         levels, visible = read_canvas(sent, studio.spec)
-        yield "", status("drawing", 0.0)
+        yield "", beginning(studio)
         for frame in studio.completions(visitor, levels, visible, wish):
             yield pictures_of(frame, studio), said_of(frame, wish.number)
-        if not frame.finished:
-            yield _UNCHANGED, status("stopped")
 
     upload.upload(load, upload, [paper, said], **AT_ONCE)
-    start.click(
-        streamed(complete, ("",)),
-        [paper, *fields.inputs],
-        [result, said],
-        show_progress="hidden",
-        **QUEUE,
-    )
+    start.click(streamed(complete, ("",)), [paper, *fields.inputs], [result, said], **QUEUE)
     stop.click(stops(studio), **AT_ONCE)
 
 

@@ -9,11 +9,20 @@ from typing import Any
 
 import gradio as gr
 
+from imagegen.commands.page.job import Stopped
 from imagegen.commands.page.studio import Studio, Wish
 from imagegen.core.errors import UserError, first_line
 
-QUEUE = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
-"""Of everything that draws: one at a time, the others wait."""
+MOST_WAITING = 20
+"""Visitors who draw or wait for their turn; others are told that too many do."""
+QUEUE = {
+    "concurrency_id": "model",
+    "concurrency_limit": MOST_WAITING,
+    "api_visibility": "private",
+    "show_progress": "hidden",
+}
+"""Of everything that draws. It waits for `Desk.turn`, not in Gradio's queue, where no stop button
+would find it."""
 AT_ONCE = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
 
 NO_CLASS = "none"
@@ -73,14 +82,23 @@ def status(sentence: str, done: float | None = None, wrong: bool = False) -> str
     return f"<div{kind}>{escape(sentence)}</div>{bar}"
 
 
+def beginning(studio: Studio) -> str:
+    """What is said until there is something to show."""
+    if studio.desk.turn.locked():
+        return status("waiting until another drawing has ended", 0.0)
+    return status("getting ready, which takes some seconds with a model's first drawing", 0.0)
+
+
 def told(frames: Iterator[tuple[Any, ...]], empty: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Frames for Gradio, each with its status last; a mistake becomes a sentence.
+    """Frames for Gradio, each with its status last; a stop and a mistake become sentences.
 
     Args:
-        empty: what is left of the others then.
+        empty: what is left of the others after a mistake.
     """
     try:
         yield from frames
+    except Stopped:
+        yield (*(gr.skip() for _ in empty), status("stopped"))
     except UserError as error:
         yield (*empty, status(str(error), wrong=True))
     except Exception as error:

@@ -9,7 +9,15 @@ from typing import Any
 
 import gradio as gr
 
-from imagegen.commands.page.controls import AT_ONCE, QUEUE, Fields, status, stops, streamed
+from imagegen.commands.page.controls import (
+    AT_ONCE,
+    QUEUE,
+    Fields,
+    beginning,
+    status,
+    stops,
+    streamed,
+)
 from imagegen.commands.page.pictures import GrowingGif, download, image_tag, shown
 from imagegen.commands.page.studio import Studio, sample_command
 from imagegen.generation.images import encode_png
@@ -34,16 +42,13 @@ def build(studio: Studio) -> None:
         wish, spec = fields.wish(*values), studio.spec
         labels, names = studio.labels(wish), studio.class_names() or None
         gif = GrowingGif()
-        yield gr.skip(), "", "", status("drawing", 0.0)
+        yield gr.skip(), "", "", beginning(studio)
         for frame in studio.samples(visitor, wish):
             grid = labelled_grid(shown(frame.levels, frame.known, spec), labels, names)
             gif.add(grid)
             done = status(f"drawing {wish.number} images", frame.done)
             tag = image_tag(grid, f"{wish.number} images, seed {wish.seed}")
             yield wish.seed, tag.replace('class="pixels"', 'class="pixels grid"'), "", done
-        if not frame.finished:
-            yield gr.skip(), gr.skip(), "", status("stopped")
-            return
         links = download(encode_png(grid), "image/png", f"seed-{wish.seed}.png", "PNG")
         links += download(gif.file(), "image/gif", f"seed-{wish.seed}.gif", "GIF of the growth")
         command = escape(sample_command(studio.ckpt, wish))
@@ -54,7 +59,7 @@ def build(studio: Studio) -> None:
         yield from draw(visitor, number, secrets.randbelow(1_000_000), *others)
 
     # The field takes the new seed with the first picture: it stays where the drawing is refused.
-    event = {"outputs": [fields.seed, result, files, said], "show_progress": "hidden", **QUEUE}
+    event = {"outputs": [fields.seed, result, files, said], **QUEUE}
     for button, drawing in ((start, draw_anew), (again, draw)):
         button.click(streamed(drawing, (gr.skip(), "", "")), fields.inputs, **event)
     stop.click(stops(studio), **AT_ONCE)

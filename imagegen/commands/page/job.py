@@ -34,7 +34,7 @@ class Job(Generic[Frame]):
         self._work, self._turn = work, turn
         self._news = threading.Condition()
         self._frame: Frame | None = None
-        self._count, self._ended, self.stopped = 0, False, False
+        self._count, self._ended, self._finished, self.stopped = 0, False, False, False
         self._error: BaseException | None = None
         self._asked = time.monotonic()
         # A program that ends does not wait for a drawing.
@@ -44,6 +44,7 @@ class Job(Generic[Frame]):
         """The newest frame, whenever there is a newer one; the last one of a finished work always.
 
         Raises:
+            Stopped: where the work has ended before its last frame.
             whatever the work has raised.
         """
         self._thread.start()
@@ -68,6 +69,8 @@ class Job(Generic[Frame]):
             self._thread.join()
         if self._error is not None:
             raise self._error
+        if not self._finished:
+            raise Stopped
 
     def stop(self) -> None:
         """Let the work end at its next frame; from any thread."""
@@ -99,6 +102,7 @@ class Job(Generic[Frame]):
             try:
                 self.check()
                 self._publish(self._work(self.show))
+                self._finished = True
             finally:
                 self._turn.release()
         except Stopped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class PageOptions:
         password: that visitors type; None lets everyone in who can reach the host.
         device: see `imagegen.core.values.resolve_device`.
         runs: folder whose runs the page shows; the usual one need not exist yet.
+        dataset: options of the models' data sets to change, for their test images.
         open: whether a browser is opened.
     """
 
@@ -34,6 +35,7 @@ class PageOptions:
     password: str | None
     device: str
     runs: Path
+    dataset: Mapping[str, Any] = field(default_factory=dict)
     open: bool = False
 
     @classmethod
@@ -63,6 +65,7 @@ class PageOptions:
             password=password,
             device=str(config["device"]),
             runs=runs,
+            dataset=dict(config["dataset"]),
             open=opt.flag(config["open"], "open"),
         )
 

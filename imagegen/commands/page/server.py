@@ -9,6 +9,7 @@ import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any
 
 from imagegen.commands.page.page_options import PageOptions
@@ -63,7 +64,8 @@ def studios_of(options: PageOptions) -> list[Studio]:
         UserError: for a checkpoint that cannot be read.
     """
     desk = Desk()
-    return [Studio(ckpt, options.device, options.runs, desk) for ckpt in options.ckpts]
+    places = (options.device, options.runs, options.dataset, desk)
+    return [Studio(ckpt, *places) for ckpt in options.ckpts]
 
 
 def start(studios: Sequence[Studio], options: PageOptions) -> Any:
@@ -74,9 +76,10 @@ def start(studios: Sequence[Studio], options: PageOptions) -> Any:
     """
     os.environ.update(_NO_TELEMETRY)
     from imagegen.commands.page.app import CSS, build, theme
+    from imagegen.commands.page.controls import MOST_WAITING
 
     page = build(studios)
-    page.queue(max_size=20, api_open=False)
+    page.queue(max_size=MOST_WAITING, api_open=False)
     password = options.password
     try:
         page.launch(
@@ -99,6 +102,7 @@ def start(studios: Sequence[Studio], options: PageOptions) -> Any:
     except OSError as error:  # another program has taken the port since it was looked at
         raise _cannot_listen(options.host, options.port, error) from error
     shown = f"[{options.host}]" if ":" in options.host else options.host
+    Thread(target=studios[0].get_ready, daemon=True).start()
     print(f"the page of {', '.join(options.ckpts)} is at http://{shown}:{options.port}", flush=True)
     return page
 

@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from imagegen.commands.page.controls import AT_ONCE, QUEUE, status, stops, streamed
+from imagegen.commands.page.controls import AT_ONCE, QUEUE, beginning, status, stops, streamed
 from imagegen.commands.page.pictures import heat, image_tag, shown
 from imagegen.commands.page.studio import Studio, Wish
 from imagegen.generation.state_walk import Moment, walk_state
@@ -43,14 +43,13 @@ def build(studio: Studio) -> None:
             return moment
 
         length = studio.about().length
+        yield gr.skip(), beginning(studio)
         for moment in studio.run(visitor, work):
             done = None if moment.position == length else moment.position / length
             yield view(moment, studio), status(bytes_of(moment, length), done)
-        if moment.position < length:
-            yield gr.skip(), status("stopped")
 
     inputs, outputs = [layer, seed], [result, said]
-    start.click(streamed(draw, ("",)), inputs, outputs, show_progress="hidden", **QUEUE)
+    start.click(streamed(draw, ("",)), inputs, outputs, **QUEUE)
     stop.click(stops(studio), **AT_ONCE)
 
 

@@ -9,7 +9,8 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +37,8 @@ else:  # Annotations are checked in tests; these are imported late.
     Controls = ImageSpec = LoadedCheckpoint = Report = Snapshot = Any
 
 _OTHER = ("null", "true", "false", "nan", "inf")  # words that Hydra takes for something else
+
+_ADVICE = "a model trained with model.order=any, such as models/mnist_any, needs none"
 
 MOST_IMAGES = 64
 MOST_COMPLETIONS = 16
@@ -154,6 +157,7 @@ class Studio:
         ckpt: checkpoint file or run folder; read again when the file has changed.
         device: see `imagegen.core.values.resolve_device`.
         runs: folder whose runs are shown.
+        dataset: options of the model's data set to change, for its test images.
         desk: shared by the studios of a page.
 
     Raises:
@@ -161,9 +165,14 @@ class Studio:
     """
 
     def __init__(
-        self, ckpt: str, device: str = "auto", runs: Path = RUNS, desk: Desk | None = None
+        self,
+        ckpt: str,
+        device: str = "auto",
+        runs: Path = RUNS,
+        dataset: Mapping[str, Any] | None = None,
+        desk: Desk | None = None,
     ) -> None:
-        self.ckpt, self.runs = ckpt, runs
+        self.ckpt, self.runs, self.dataset = ckpt, runs, dataset or {}
         self.device = resolve_device(device)
         self.desk = desk or Desk()
         self._jobs: dict[str, Job[Any]] = {}
@@ -217,9 +226,13 @@ class Studio:
         """The class numbers that are wished.
 
         Raises:
-            UserError: for names that the model does not know.
+            UserError: for names that the model does not know, and for guidance towards none.
         """
         about = self.about()
+        if wish.guidance != 1 and not wish.label:
+            raise UserError(
+                f"guidance={wish.guidance:g} needs a class to guide towards; choose one."
+            )
         return labels_of(list(wish.label) or None, about.class_names, about.n_classes)
 
     def number_of(self, name: str | None) -> int | None:
@@ -251,6 +264,14 @@ class Studio:
 
         return self.run(visitor, work)
 
+    def get_ready(self) -> None:
+        """Draw one image that nobody sees, so that the first visitor need not wait for compiling.
+
+        Where that fails, the first visitor is told.
+        """
+        with suppress(Exception):
+            list(self.samples("", Wish(1)))
+
     def completions(
         self,
         visitor: str,
@@ -279,12 +300,17 @@ class Studio:
             options |= {"controls": wish.controls(), "watch": collected.see}
             options |= {"progress": collected.advance, "report": reports.__setitem__}
             drawn = complete(model, image[None], visible[None], wish.number, **options)[0]
-            return collected.finished(drawn, collapse(reports))
+            return collected.finished(drawn, collapse(reports, _ADVICE))
 
         return self.run(visitor, work)
 
     def run(self, visitor: str, work: Callable[[Callable[[T], None]], T]) -> Iterator[T]:
-        """The frames of some work; a visitor's earlier work ends."""
+        """The frames of some work; a visitor's earlier work ends.
+
+        Raises:
+            Stopped: where the work ends before its last frame, as `stop` is called.
+            whatever the work raises.
+        """
         self.stop(visitor)
         job = self._jobs[visitor] = Job(work, self.desk.turn)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from imagegen.commands.page.controls import NO_CLASS, QUEUE, status, streamed
+from imagegen.commands.page.controls import NO_CLASS, QUEUE, beginning, status, streamed
 from imagegen.commands.page.pictures import bars, image_tag, read_upload
 from imagegen.commands.page.studio import Studio
 from imagegen.commands.page.surprises import Looked, Picture, Pixel, Surprises
@@ -63,11 +63,8 @@ def build(studio: Studio) -> None:
     expected = gr.HTML(elem_id="expected", padding=False)
 
     def frames(visitor: str, which: Picture | int) -> Iterator[tuple[Any, ...]]:
-        yield gr.skip(), gr.skip(), gr.skip(), status("asking the model", 0.0)
+        yield gr.skip(), gr.skip(), gr.skip(), beginning(studio)
         looked = surprises.look(visitor, which)
-        if looked is None:
-            yield gr.skip(), gr.skip(), gr.skip(), status("stopped")
-            return
         pixel = surprises.at(visitor, *looked.first)
         yield looked.picture.label or NO_CLASS, maps_of(looked), chart(pixel), told_of(looked)
 
@@ -89,17 +86,16 @@ def build(studio: Studio) -> None:
         yield chart(surprises.at(visitor, row, column)), gr.skip()
 
     outputs = [label, maps, expected, said]
-    event = {"show_progress": "hidden", **QUEUE}
     kept = (gr.skip(), gr.skip(), gr.skip())
-    upload.upload(streamed(load, kept), upload, outputs, **event)
-    gr.on([show.click, index.submit], streamed(test, kept), index, outputs, **event)
-    label.input(streamed(relabel, kept), label, outputs, **event)
+    upload.upload(streamed(load, kept), upload, outputs, **QUEUE)
+    gr.on([show.click, index.submit], streamed(test, kept), index, outputs, **QUEUE)
+    label.input(streamed(relabel, kept), label, outputs, **QUEUE)
     # Not behind the drawings; one at a time, and of a visitor's the newest.
     glance = {"concurrency_id": "glance", "concurrency_limit": 1, "trigger_mode": "always_last"}
     # Where the pointer is when it is asked, which an event that waited would not know.
     place = [gr.Number(0, precision=0, visible=False) for _ in range(2)]
     run = streamed(point, (gr.skip(),))
-    maps.select(run, place, [expected, said], js=_PLACE, **{**event, **glance})
+    maps.select(run, place, [expected, said], js=_PLACE, **{**QUEUE, **glance})
 
 
 def maps_of(looked: Looked) -> str:

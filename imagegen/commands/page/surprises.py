@@ -103,13 +103,11 @@ class Surprises:
         self._lock, self._one = threading.Lock(), threading.Lock()
         self._dataset: tuple[Version, ImageDataset] | None = None
 
-    def look(self, visitor: str, which: Picture | int) -> Looked | None:
+    def look(self, visitor: str, which: Picture | int) -> Looked:
         """Ask the model about an image, or about one of its data set's test split.
 
-        Returns:
-            What it says; None where the visitor wants something else by now.
-
         Raises:
+            Stopped: where the visitor wants something else by now.
             UserError: where there is no such image, or the model cannot say anything of it.
         """
 
@@ -131,13 +129,12 @@ class Surprises:
             best = likeliest(loaded.model, image, labels)[0]
             return Looked(picture, loaded.model.spec, number, bits[0], best, version)
 
-        looked = next(self.studio.run(visitor, work), None)
-        if looked is not None:
-            with self._lock:
-                self._looked[visitor] = looked
-                self._looked.move_to_end(visitor)
-                if len(self._looked) > MOST_VISITORS:
-                    self._looked.popitem(last=False)
+        (looked,) = self.studio.run(visitor, work)
+        with self._lock:
+            self._looked[visitor] = looked
+            self._looked.move_to_end(visitor)
+            if len(self._looked) > MOST_VISITORS:
+                self._looked.popitem(last=False)
         return looked
 
     def shown(self, visitor: str) -> Looked:
@@ -194,8 +191,9 @@ class Surprises:
 
         if self._dataset is None or self._dataset[0] != version:
             config = loaded.metadata["dataset"]
-            # Nothing is downloaded for visitors.
-            local = {"download": False} if "download" in config else None
+            # Nothing is downloaded for visitors, unless whoever serves the page says so.
+            wanted = {"download": False, **self.studio.dataset}
+            local = {name: value for name, value in wanted.items() if name in config}
             dataset = dataset_of(loaded.metadata, local, loaded.model.spec)
             self._dataset = (version, dataset)
         return self._dataset[1]
