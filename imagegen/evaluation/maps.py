@@ -23,6 +23,7 @@ from imagegen.evaluation.surprise import bits_of_pixels
 from imagegen.generation.images import (
     CAPTION_HEIGHT,
     PADDING_VALUE,
+    caption_fits,
     caption_font,
     encode_png,
     grid_limit,
@@ -77,12 +78,42 @@ class Row:
     @property
     def said(self) -> str:
         """The row in words."""
-        label = f" ({self.label})" if self.label else ""
-        if self.rival and self.rival.bits_less:
-            label = f" ({self.label}; {self.rival.bits_less:.1f} bits less as {self.rival.label})"
-        text = f"{self.bits_per_dim:.4f} bits/dim  {self.source}{label}"
-        # A file may have any name.
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        called = self._called(None)
+        label = f" ({called})" if called else ""
+        return f"{self.bits_per_dim:.4f} bits/dim  {_shortened(self.source, None)}{label}"
+
+    def captions(self, width: int) -> list[str]:
+        """The row in two lines, or in one without a label, for a picture of this width in pixels.
+
+        Names are shortened as far as it takes; the figures alone may still be too wide.
+        """
+
+        def first(most: int) -> str:
+            return f"{self.bits_per_dim:.3f} bits/dim  {_shortened(self.source, most)}"
+
+        return [_fitting(say, width) for say in ((first, self._called) if self.label else (first,))]
+
+    def _called(self, most: int | None) -> str:
+        """The label and its rival, if any, in at most so many letters each."""
+        label = _shortened(self.label, most)
+        if not (self.rival and self.rival.bits_less):
+            return label
+        rival = _shortened(self.rival.label, most)
+        return f"{label}; {self.rival.bits_less:.1f} bits less as {rival}"
+
+
+def _shortened(name: str, most: int | None) -> str:
+    """A name, which may hold any character, as it can be shown: without its middle if too long."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    if most is None or len(shown) <= most:
+        return shown
+    return f"{shown[: (most - 1) // 2]}…{shown[len(shown) - most // 2 :]}"
+
+
+def _fitting(say: Callable[[int], str], width: int) -> str:
+    """What is said with as many letters of each name as there is room for."""
+    texts = map(say, range(max(1, width), 0, -1))  # no letter is narrower than a pixel
+    return next((text for text in texts if caption_fits(text, width)), say(1))
 
 
 def write_maps(
@@ -125,7 +156,7 @@ def write_maps(
             image, each = images[index], bits[index - first]
             place, rival = f"images/{index:05d}.png", rivals[index] if rivals else None
             row = Row(score, index, names[index], sources[index], place, rival)
-            picture = draw_map(image, each, model.spec, row.said)
+            picture = draw_map(image, each, model.spec, row)
             _write(folder / row.file, picture, model.spec)
             rows.append(row)
         progress(len(bits))
@@ -146,20 +177,23 @@ def draw_map(
     image: UInt8[np.ndarray, "h w c"],
     bits: Float64[np.ndarray, "h w"],
     spec: ImageSpec,
-    caption: str,
+    row: Row,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """An image beside the bits of its pixels, below a line of text.
+    """An image beside the bits of its pixels, below the lines of text that say what it is.
 
     Args:
         image: levels.
         bits: of each pixel, all channels together.
         spec: of the image.
-        caption: what does not fit is cut off.
+        row: see `Row.captions`.
     """
     shown = to_display(image, spec.levels)
     colour = np.broadcast_to(shown, (*bits.shape, 3))
     pair = np.stack([colour, heat(bits / most_bits(spec))])
-    return with_captions(make_grid(pair, columns=2, min_side=_MIN_SIDE), [caption])
+    picture = make_grid(pair, columns=2, min_side=_MIN_SIDE)
+    for line in reversed(row.captions(picture.shape[1])):
+        picture = with_captions(picture, [line])
+    return picture
 
 
 def most_bits(spec: ImageSpec) -> float:

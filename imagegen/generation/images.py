@@ -140,6 +140,11 @@ def caption_font() -> FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(CAPTION_HEIGHT - 4)
 
 
+def caption_fits(caption: str, width: int | float) -> bool:
+    """Whether a line of text can stand above a column of this width, in pixels."""
+    return caption_font().getlength(caption) <= width - 2
+
+
 def with_captions(
     grid: UInt8[np.ndarray, "H W c"], captions: Sequence[str]
 ) -> UInt8[np.ndarray, "H2 W c"]:
@@ -159,7 +164,7 @@ def with_captions(
             (
                 caption[:end]
                 for end in range(len(caption), 0, -1)
-                if drawn.textlength(caption[:end], font=font) <= column - 2
+                if caption_fits(caption[:end], column)
             ),
             "",
         )

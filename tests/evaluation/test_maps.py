@@ -16,10 +16,10 @@ from imagegen.cli.entry import compose
 from imagegen.core.errors import UserError
 from imagegen.core.spec import ImageSpec
 from imagegen.data.digits import Digits
-from imagegen.evaluation.maps import draw_map, heat, legend
+from imagegen.evaluation.maps import Rival, Row, draw_map, heat, legend
 from imagegen.evaluation.scores import classify_images, run, score_images
 from imagegen.evaluation.surprise import bits_of_pixels
-from imagegen.generation.images import CAPTION_HEIGHT
+from imagegen.generation.images import CAPTION_HEIGHT, caption_fits
 from tests.helpers import read, save_colour_checkpoint, save_tiny_checkpoint, tiny_model, tree
 
 
@@ -70,7 +70,7 @@ def test_pictures_show_the_image_beside_the_heat_of_its_pixels(ckpt: Path, tmp_p
     factor, padding = 14, 2  # 112 pixels high
     for index in range(3):
         picture = read(tmp_path / "maps" / "images" / f"{index:05d}.png")
-        body = picture[CAPTION_HEIGHT + padding : -CAPTION_HEIGHT - padding]
+        body = picture[2 * CAPTION_HEIGHT + padding : -CAPTION_HEIGHT - padding]
         left = body[factor // 2 :: factor, padding + factor // 2 :: factor][:, :8]
         np.testing.assert_array_equal(left[..., 0], np.round(images[index, ..., 0] / 16 * 255))
         start = 2 * padding + 8 * factor + factor // 2
@@ -95,7 +95,8 @@ def test_the_scale_goes_from_black_to_white() -> None:
 @pytest.mark.parametrize("spec", [ImageSpec(1, 1), ImageSpec(64, 1, 3), ImageSpec(2, 300, 3, 2)])
 def test_strange_sizes(spec: ImageSpec) -> None:
     image, bits = np.zeros(spec.shape, dtype=np.uint8), np.zeros(spec.shape[:2])
-    picture = draw_map(image, bits, spec, "a caption that is far too long for one pixel")
+    row = Row(1.5, 0, "a label", "a source that is far too long for one pixel", "images/00000.png")
+    picture = draw_map(image, bits, spec, row)
     assert picture.shape[2] == legend(picture.shape[1], spec).shape[2] == 3
 
 
@@ -199,8 +200,31 @@ def test_a_diverged_model_leaves_nothing(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "empty")) == 2
 
 
+def test_captions_fit_above_their_pictures() -> None:
+    """Names are shortened until the figures fit too; what is short stays whole."""
+    width = 226  # of square images of any size
+    rival = Rival("Ankle boot", 129.2)
+    row = Row(0.52148, 1247, "T-shirt/top", "fashion_mnist/test/1247", "images/01247.png", rival)
+    assert row.captions(width) == [
+        "0.521 bits/dim  fashion_mnist/test/1247",
+        "T-shirt/top; 129.2 bits less as Ankle boot",
+    ]
+    unrivalled = Row(0.5, 7, "9", "mnist/test/7", "images/00007.png", Rival("9", 0.0))
+    assert unrivalled.captions(width) == ["0.500 bits/dim  mnist/test/7", "9"]
+    assert Row(0.5, 7, "", "a.png", "images/00007.png").captions(width) == ["0.500 bits/dim  a.png"]
+
+    for letter in ("W", "i", "雪", "\x1b", "\udcff"):
+        name = letter * 300
+        row = Row(12345.67, 9, name, f"{name}7.png", "images/00009.png", Rival(name, 99999.9))
+        captions = row.captions(width)
+        assert all(caption_fits(line, width) for line in captions)
+        assert captions[0].startswith("12345.670 bits/dim  ")
+        assert captions[0].endswith("7.png")
+        assert "; 99999.9 bits less as " in captions[1]
+
+
 def test_any_file_name_can_be_said(tmp_path: Path) -> None:
-    from imagegen.evaluation.maps import Row, _write_table
+    from imagegen.evaluation.maps import _write_table
 
     row = Row(1.5, 0, "", "a\x1b[2J\udcff.png", "images/00000.png")
     assert row.said == "1.5000 bits/dim  a\\x1b[2J\\udcff.png"
