@@ -125,7 +125,7 @@ def write_maps(
     names: Sequence[str],
     batch_size: int | None,
     progress: Callable[[float], None],
-    rivals: Sequence[Rival] | None = None,
+    classes: Sequence[str] | None = None,
 ) -> list[Row]:
     """Fill a folder with a picture of each image, a table of all, and the first in a grid.
 
@@ -135,11 +135,11 @@ def write_maps(
         folder: empty.
         model, images, labels, batch_size, progress: as in `score_images`.
         sources, names: what to call each image, and its class or nothing.
-        rivals: of each image, where labels are compared.
+        classes: names of all that the model knows, to compare the images' labels with them.
 
     Returns:
-        A row for each image, the most surprising first; with rivals, those first that another label
-        suits better, by how much.
+        A row for each image, the most surprising first; with classes, those first that another
+        label suits better, by how much.
 
     Raises:
         UserError: where a score is not finite.
@@ -152,9 +152,12 @@ def write_maps(
         known = None if labels is None else labels[batch]
         bits = bits_of_pixels(model, images[batch], known, batch_size)
         scores = checked(bits.sum(axis=(1, 2)) / model.spec.dims, first)
+        rivals: Sequence[Rival | None] = [None] * len(bits)
+        if classes is not None and known is not None:
+            rivals = _rivals(model, images[batch], known, scores, classes, first)
         for index, score in enumerate(scores.tolist(), first):
-            image, each = images[index], bits[index - first]
-            place, rival = f"images/{index:05d}.png", rivals[index] if rivals else None
+            image, each, rival = images[index], bits[index - first], rivals[index - first]
+            place = f"images/{index:05d}.png"
             row = Row(score, index, names[index], sources[index], place, rival)
             picture = draw_map(image, each, model.spec, row)
             _write(folder / row.file, picture, model.spec)
@@ -167,6 +170,27 @@ def write_maps(
     grid = make_grid(np.stack(tiles), columns=4, padding=8, min_side=1)
     _write(folder / "grid.png", grid, model.spec)
     return rows
+
+
+def _rivals(
+    model: ImageTransformer,
+    images: UInt8[np.ndarray, "n h w c"],
+    labels: Int64[np.ndarray, " n"],
+    scores: Float64[np.ndarray, " n"],
+    classes: Sequence[str],
+    first: int,
+) -> list[Rival]:
+    """The rival of each image of a batch, given bits/dim under its own label; as `write_maps`."""
+    every = np.empty((len(images), len(classes)))
+    rows = np.arange(len(images))
+    every[rows, labels] = scores
+    for further in range(1, len(classes)):
+        others = (labels + further) % len(classes)
+        bits = bits_of_pixels(model, images, others, len(images))
+        every[rows, others] = checked(bits.sum(axis=(1, 2)) / model.spec.dims, first)
+    less = (scores - every.min(axis=1)) * model.spec.dims
+    best = [classes[label] for label in every.argmin(axis=1)]
+    return list(map(Rival, best, less.tolist()))
 
 
 def _bits_less(row: Row) -> float:

@@ -118,18 +118,22 @@ def classify_images(
     Raises:
         UserError: for a model without classes, and as `score_images`.
     """
-    classes = model.n_classes
-    if classes is None:
-        raise UserError(
-            "classify=true needs a model trained with labels; train one with "
-            "model.conditional=true."
-        )
+    classes = _n_classes(model)
     advance = None if progress is None else (lambda done: progress(done / classes))
     scores = [
         score_images(model, images, batch_size, advance, np.full(len(images), label))
         for label in range(classes)
     ]
     return np.stack(scores, axis=1)
+
+
+def _n_classes(model: ImageTransformer) -> int:
+    if model.n_classes is None:
+        raise UserError(
+            "classify=true needs a model trained with labels; train one with "
+            "model.conditional=true."
+        )
+    return model.n_classes
 
 
 def standard_error(scores: Float64[np.ndarray, " n"]) -> float | None:
@@ -246,23 +250,13 @@ def _scored(
         )
         return checked(scores), said
     if options.classify and labels is not None:
-        every, accuracy = _classified(model, images, labels, options)
+        with image_progress("classifying", len(images)) as advance:
+            every = classify_images(model, images, options.batch_size, advance)
+        accuracy = float((every.argmin(axis=1) == labels).mean())
         return every[np.arange(len(images)), labels], {"accuracy": accuracy}
     with image_progress("evaluating", len(images)) as advance:
         scores = score_images(model, images, options.batch_size, advance, labels, options.precision)
         return scores, {}
-
-
-def _classified(
-    model: ImageTransformer,
-    images: UInt8[np.ndarray, "n h w c"],
-    labels: Int64[np.ndarray, " n"],
-    options: ScoreOptions,
-) -> tuple[Float64[np.ndarray, "n classes"], float]:
-    """bits/dim of each image under each label, and the share that its own suits best."""
-    with image_progress("classifying", len(images)) as advance:
-        every = classify_images(model, images, options.batch_size, advance)
-    return every, float((every.argmin(axis=1) == labels).mean())
 
 
 def _mapped(
@@ -275,15 +269,12 @@ def _mapped(
     data: ImageSplit,
 ) -> tuple[Float64[np.ndarray, " n"], dict[str, Any]]:
     """bits/dim of each image, whose maps are drawn on the way, and the most surprising ones."""
-    from imagegen.evaluation.maps import PRINTED, Rival, write_maps
+    from imagegen.evaluation.maps import PRINTED, write_maps
 
-    model, rivals, found = loaded.model, None, {}
-    if options.classify and labels is not None:
-        every, found["accuracy"] = _classified(model, images, labels, options)
-        less = (every[np.arange(len(images)), labels] - every.min(axis=1)) * model.spec.dims
+    model, known, found = loaded.model, None, {}
+    if options.classify:
+        _n_classes(model)
         known = loaded.class_names
-        best = [known[label] for label in every.argmin(axis=1)]
-        rivals = list(map(Rival, best, less.tolist()))
     names = [""] * len(images)
     if data.labels is not None:
         classes = dataset.class_names
@@ -291,10 +282,14 @@ def _mapped(
     sources = dataset.sources(options.split)
     with image_progress("evaluating", len(images)) as advance:
         rows = write_maps(
-            folder, model, images, labels, sources, names, options.batch_size, advance, rivals
+            folder, model, images, labels, sources, names, options.batch_size, advance, known
         )
     scores = np.empty(len(rows))
     scores[[row.index for row in rows]] = [row.bits_per_dim for row in rows]
+    if known is not None and labels is not None:
+        own = [known[labels[row.index]] for row in rows]
+        best = [row.rival.label for row in rows if row.rival is not None]
+        found["accuracy"] = float(np.mean([a == b for a, b in zip(best, own, strict=True)]))
     first = [{**asdict(row), "said": row.said} for row in rows[:PRINTED]]
     return scores, {**found, "maps": str(options.maps), "most_surprising": first}
 

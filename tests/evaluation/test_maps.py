@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from imagegen.checkpoint.reading import load_checkpoint
 from imagegen.cli.entry import compose
@@ -20,6 +21,7 @@ from imagegen.evaluation.maps import Rival, Row, draw_map, heat, legend
 from imagegen.evaluation.scores import classify_images, run, score_images
 from imagegen.evaluation.surprise import bits_of_pixels
 from imagegen.generation.images import CAPTION_HEIGHT, caption_fits
+from imagegen.model.transformer import ImageTransformer
 from tests.helpers import read, save_colour_checkpoint, save_tiny_checkpoint, tiny_model, tree
 
 
@@ -152,6 +154,27 @@ def test_images_that_another_label_suits_better_come_first(
     assert "classified rightly" in printed[0]
     best = rows[0]["likeliest_label"]
     assert printed[1].endswith(f"({rows[0]['label']}; {less[0]:.1f} bits less as {best})")
+
+
+def test_each_label_is_scored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = save_tiny_checkpoint(tmp_path / "tiny.ckpt", n_classes=10)
+    scored = []
+
+    def log_prob(self: ImageTransformer, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        scored.extend(labels.tolist())
+        return original(self, images, labels)
+
+    original = ImageTransformer.log_prob
+    monkeypatch.setattr(ImageTransformer, "log_prob", log_prob)
+    evaluate(ckpt, "limit=7", "batch_size=4", "classify=true", f"maps={tmp_path / 'maps'}")
+    assert sorted(scored) == sorted([*range(10)] * 7)
+
+
+def test_comparing_labels_needs_a_model_that_knows_some(ckpt: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="classify=true needs a model trained with labels"):
+        evaluate(ckpt, "classify=true", "limit=2", f"maps={tmp_path / 'maps'}")
+    assert not (tmp_path / "maps").exists()
 
 
 @pytest.mark.parametrize(
