@@ -171,7 +171,8 @@ def labels_of(
 
     Args:
         value: what was typed; None, and nothing else, gives None.
-        class_names: of the model's data set; a name comes before a number.
+        class_names: of the model's data set. A name comes before a number, and a name in another
+            case after both, where no other name differs from it in case alone.
         known: number of classes that the model knows; None for a model without.
 
     Raises:
@@ -198,5 +199,8 @@ def _label(value: object, names: Sequence[str]) -> int:
         return names.index(str(value))
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return value
+    folded = [name.casefold() for name in names]
+    if folded.count(str(value).casefold()) == 1:
+        return folded.index(str(value).casefold())
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     raise UserError(f"label={opt.as_typed(value)} is not one of this model's classes: {shown}.")

@@ -132,6 +132,16 @@ def test_labels_as_they_are_typed() -> None:
             labels_of(value, NAMES, 3)
 
 
+def test_names_are_known_in_any_case_that_is_unambiguous() -> None:
+    names = ["Sneaker", "bag", "Bag", "3D", "true", "all"]
+    for typed in ("Sneaker", "sneaker", "SNEAKER", "sNeaker"):
+        assert labels_of(typed, names, 6) == [0]
+    # Names that differ in case alone are told apart; another case of them is neither.
+    assert labels_of(["bag", "Bag", "3d", True, "All"], names, 6) == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="label=BAG is not one of this model's classes: .*bag, Bag"):
+        labels_of("BAG", names, 6)
+
+
 def test_captions_stand_above_their_columns() -> None:
     grid = np.full((20, 90, 3), 7, np.uint8)
     captioned = with_captions(grid, ["a", "", "a very long name indeed"])
