@@ -69,9 +69,8 @@ class TorchvisionDataset(ImageDataset):
         if not self.download:
             raise self._not_found()
         with _sentences(
-            f"{self.title} was not found and could not be downloaded to {self.root}",
-            "check the network and the folder, or place the files there as data/README.md says "
-            "and set dataset.download=false",
+            f"{self.title} could not be downloaded to {self.root}",
+            "check the network and the folder, or place the files there as data/README.md says",
         ):
             self._fetch()
 
@@ -112,9 +111,8 @@ class TorchvisionDataset(ImageDataset):
 
     def _not_found(self) -> UserError:
         return UserError(
-            f"{self.title} was not found: {self._missing()[0]} is missing; place the files as "
-            "data/README.md says, give the folder that holds "
-            f"{self.folder} as dataset.root, or set dataset.download=true."
+            f"{self.title} was not found: {self._missing()[0]} is missing; set dataset.root to the "
+            f"folder that holds {self.folder}, or dataset.download=true."
         )
 
     def _checked(
