@@ -129,6 +129,7 @@ def main() -> None:
     levels = int(session.get_modelmeta().custom_metadata_map["levels"])
     images = generate(arguments.model, arguments.n, arguments.seed, arguments.label)
     save(arguments.out, images, levels)
+    print(f"{len(images)} images: {arguments.out}")
 
 
 if __name__ == "__main__":

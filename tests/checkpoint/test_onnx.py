@@ -269,7 +269,7 @@ def test_the_command_and_the_example(tmp_path: Path) -> None:
     assert "onnxruntime gives the same parameters to within" in done.stdout
     script = str(PROJECT_ROOT / "examples" / "generate_onnx.py")
     done = run(script, "model.onnx", "grid.pgm", "--n", "5", "--seed", "1")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5 images: grid.pgm\n", "")
     grid = (tmp_path / "grid.pgm").read_bytes()
     assert grid.startswith(b"P5 24 16 255\n")
     assert len(grid) == len(b"P5 24 16 255\n") + 24 * 16
