@@ -165,17 +165,20 @@ def choose_decoder(
     if model.raster.length < SHORTEST:
         return None
     if controls.greedy or controls.top_p != 1:
-        say("without compiled loops, which have no temperature=0 and no top_p")
+        say("drawing without compiled loops, which have no temperature=0 and no top_p")
         return None
     guides = model.device.type == "cpu" and isinstance(model.head, Categorical)
     if controls.guidance != 1 and not guides:
-        say("without compiled loops, which know guidance for head=categorical on a CPU alone")
+        say(
+            "drawing without compiled loops, which know guidance for head=categorical on a CPU "
+            "alone"
+        )
         return None
     with limited_threads():
         decoder = _decoder(model, precision, batch_size)
     if isinstance(decoder, Decoder):
         return decoder
-    say(f"without compiled loops: {decoder}")
+    say(f"drawing without compiled loops: {decoder}")
     return None
 
 
@@ -224,7 +227,7 @@ def _decoder(model: ImageTransformer, precision: str, batch_size: int = 1) -> De
         return bits
     decoder: Decoder = fused.FusedDecoder(model, bits)
     if first_use(folder(), decoder.variant):
-        say("for the first time: compiling the loop for this machine takes seconds, once")
+        say("compiling the drawing loop for this machine takes seconds, once")
     first_step = np.zeros((1, 1, model.raster.values_per_step), dtype=np.uint8)
     try:
         with torch.no_grad():
@@ -278,7 +281,7 @@ def _on_gpu(model: ImageTransformer, precision: str) -> Decoder | str:
     from imagegen.generation.decode.graph import GraphDecoder, why_not
 
     if precision not in ("auto", "32"):
-        say(f"in float32, because {precision} is for CPUs")
+        say(f"computing in float32, because {precision} is for CPUs")
     reason = why_not(model)
     return GraphDecoder(model) if reason is None else reason
 
@@ -290,5 +293,5 @@ def _fused() -> Any:
 
 @functools.cache
 def say(text: str) -> None:
-    """Say once how images are drawn."""
-    print(f"drawing {text}", file=sys.stderr, flush=True)
+    """Say once how images are drawn, or scored as they are drawn."""
+    print(text, file=sys.stderr, flush=True)

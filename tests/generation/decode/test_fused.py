@@ -15,7 +15,7 @@ from imagegen.core.machine import Choice
 from imagegen.core.spec import ImageSpec
 from imagegen.data.regions import read_region
 from imagegen.generation import decode, particles
-from imagegen.generation.decode import bf16, choose_decoder, fused
+from imagegen.generation.decode import bf16, choose_decoder, fused, parameters_as_drawn
 from imagegen.generation.decode.embedding import (
     condition_of,
     condition_tables,
@@ -321,7 +321,7 @@ def test_bf16_is_chosen_by_the_batch(
     decode.say.cache_clear()
     monkeypatch.setattr(bf16, "why_not", lambda: "this PyTorch has no oneDNN")
     assert precision(256) == precision(256) == precision(255)
-    assert capsys.readouterr().err.count("drawing without bfloat16: this PyTorch") == 1
+    assert capsys.readouterr().err.count("without bfloat16: this PyTorch") == 1
     assert choose_decoder(model, Controls(), "bf16") is None
 
 
@@ -518,6 +518,20 @@ def test_where_compiling_fails_pytorch_draws(
     said = capsys.readouterr().err
     assert said.count("drawing without compiled loops") == 1
     assert "(TypeError: no such type)" in said
+
+
+def test_what_is_compiled_to_score_is_not_said_to_draw(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`imagegen evaluate precision=` computes with the loop that draws, and draws nothing."""
+    monkeypatch.setattr("imagegen.core.compiled.cache.first_use", lambda *_: True)
+    decode.say.cache_clear()
+    parameters_as_drawn(
+        tiny_model(ImageSpec(4, 4)), torch.zeros(1, 16, 1, dtype=torch.uint8), None, "int8"
+    )
+    decode.say.cache_clear()
+    said = capsys.readouterr().err
+    assert said == "compiling the drawing loop for this machine takes seconds, once\n"
 
 
 def test_the_first_step_compiles_all_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
