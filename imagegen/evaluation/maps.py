@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -112,8 +113,10 @@ def _shortened(name: str, most: int | None) -> str:
 
 def _fitting(say: Callable[[int], str], width: int) -> str:
     """What is said with as many letters of each name as there is room for."""
-    texts = map(say, range(max(1, width), 0, -1))  # no letter is narrower than a pixel
-    return next((text for text in texts if caption_fits(text, width)), say(1))
+    sizes = range(1, max(1, width) + 1)  # no letter is narrower than a pixel
+    # Ten texts are measured, not hundreds: a split has thousands of images.
+    too_many = bisect_left(sizes, True, key=lambda most: not caption_fits(say(most), width))
+    return say(sizes[max(0, too_many - 1)])
 
 
 def write_maps(
