@@ -27,9 +27,9 @@ DATA, FASHION_DATA = "IMAGEGEN_SHARED_DATA", "IMAGEGEN_FASHION_MNIST"
 PHOTOGRAPHS_DATA = "IMAGEGEN_PHOTOGRAPHS"
 
 
-def size_options(width: int) -> list[str]:
+def size_options(width: int, layers: int = 4) -> list[str]:
     return [
-        "model.n_layers=4",
+        f"model.n_layers={layers}",
         f"model.d_model={width}",
         f"model.n_heads={width // 32}",
         "model.head_dim=32",
@@ -121,6 +121,12 @@ TABLES = {
         root=FASHION_DATA,
     ),
     "mnist-heads": Table(_heads(*MUON), MNIST, 1800.0, seeds=(0, 1), root=DATA),
+    "mnist-depths": Table(
+        {f"{layers} layers": [*OURS, *size_options(128, layers)] for layers in (2, 3, 4)},
+        MNIST,
+        1800.0,
+        root=DATA,
+    ),
     "fashion-mnist-heads": Table(_heads(*MUON), FASHION, 900.0, seeds=(0, 1), root=FASHION_DATA),
     "photographs-heads": Table(
         {

@@ -287,9 +287,8 @@ def _mapped(
     scores = np.empty(len(rows))
     scores[[row.index for row in rows]] = [row.bits_per_dim for row in rows]
     if known is not None and labels is not None:
-        own = [known[labels[row.index]] for row in rows]
-        best = [row.rival.label for row in rows if row.rival is not None]
-        found["accuracy"] = float(np.mean([a == b for a, b in zip(best, own, strict=True)]))
+        best = [row.rival and row.rival.label == known[labels[row.index]] for row in rows]
+        found["accuracy"] = best.count(True) / len(best)
     first = [{**asdict(row), "said": row.said} for row in rows[:PRINTED]]
     return scores, {**found, "maps": str(options.maps), "most_surprising": first}
 

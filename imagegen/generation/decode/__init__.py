@@ -164,16 +164,21 @@ def choose_decoder(
     choice(precision, "precision", PRECISIONS)
     if model.raster.length < SHORTEST:
         return None
-    if controls.greedy or controls.top_p != 1:
-        say("drawing without compiled loops, which have no temperature=0 and no top_p")
+    on_cpu = model.device.type == "cpu"
+    if controls.top_p != 1 and not on_cpu:
+        say("drawing without a graph, which has no top_p")
         return None
-    guides = model.device.type == "cpu" and isinstance(model.head, Categorical)
-    if controls.guidance != 1 and not guides:
-        say(
-            "drawing without compiled loops, which know guidance for head=categorical on a CPU "
-            "alone"
-        )
-        return None
+    if not (on_cpu and isinstance(model.head, Categorical)):
+        for name, asked in (
+            ("temperature=0", controls.greedy),
+            ("guidance", controls.guidance != 1),
+        ):
+            if asked:
+                say(
+                    f"drawing without compiled loops, which know {name} for head=categorical on a "
+                    "CPU alone"
+                )
+                return None
     with limited_threads():
         decoder = _decoder(model, precision, batch_size)
     if isinstance(decoder, Decoder):
@@ -252,7 +257,7 @@ def _bits(precision: str, batch_size: int) -> int | str:
             return BF16
         if precision == "bf16":
             return reason
-        say(f"without bfloat16: {reason}")
+        say(f"computing without bfloat16: {reason}")
     return 16 if is_supported() else 32
 
 

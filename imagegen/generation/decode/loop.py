@@ -83,6 +83,7 @@ class Settings(NamedTuple):
     residual_unit: float
     choice_temperature: float
     scale_temperature: float
+    top_p: float
     guidance: float  # not 1 for a categorical head alone
 
 
@@ -284,15 +285,15 @@ def _draw(settings, rows, position, uniforms, choices, flags, member, members):
     """The values of a step, from its distribution, into `rows.sequence`."""
     parameters, values = rows.parameters, rows.sequence[:, position]
     first, stop = share(values.shape[0], member, members)
-    choice, scale = settings.choice_temperature, settings.scale_temperature
+    choice, scale, top_p = settings.choice_temperature, settings.scale_temperature, settings.top_p
     if settings.mixture:
         k, logits, levels = settings.components, settings.logits, settings.levels
-        mixture = (choice, scale, k, logits, levels)
+        mixture = (choice, scale, top_p, k, logits, levels)
         draw_mixture(parameters, uniforms, mixture, choices, values, first, stop)
     else:
         if settings.guidance != 1.0:
             guide(parameters, values.shape[0], settings.guidance, first, stop)
-        draw_categorical(parameters, uniforms, choice, choices, values, first, stop)
+        draw_categorical(parameters, uniforms, choice, top_p, choices, values, first, stop)
         if settings.guidance != 1.0:
             meet(flags, members)  # rows without labels are those of other members
 

@@ -148,5 +148,6 @@ def settings_of(model: ImageTransformer, mix: MixSettings, controls: Controls) -
         unit,
         float(choice),
         float(scale),
+        float(controls.top_p),
         float(controls.guidance),
     )

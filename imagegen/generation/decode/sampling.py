@@ -17,8 +17,29 @@ from imagegen.heads.mixture_of_logistics import MAX_LOG_SCALE, MAX_MEAN, MIN_LOG
 
 @no_type_check
 @compiled()
-def _choose(logits, temperature, uniform, work):
-    """`invert_cumulative` of logits at a temperature; `work` has room for as many numbers."""
+def _keep_nucleus(weights, least):
+    """Set all but the largest weights that add up to `least` or more to 0; what is left, in all."""
+    count, sum_kept = weights.shape[0], 0.0
+    for _ in range(count):
+        if sum_kept >= least:
+            break
+        largest = 0
+        for k in range(count):
+            if weights[k] > weights[largest]:
+                largest = k
+        sum_kept += weights[largest]
+        weights[largest] = -weights[largest]
+    total = 0.0
+    for k in range(count):
+        weights[k] = max(-weights[k], 0.0)
+        total += weights[k]
+    return total
+
+
+@no_type_check
+@compiled()
+def _choose(logits, temperature, top_p, uniform, work):
+    """A choice from `nucleus` of logits at a temperature; `work` has room for as many numbers."""
     count, likeliest = logits.shape[0], 0
     for k in range(count):
         if logits[k] > logits[likeliest]:
@@ -28,31 +49,35 @@ def _choose(logits, temperature, uniform, work):
     largest = logits[likeliest]
     total = 0.0
     for k in range(count):
-        total += math.exp((float(logits[k]) - largest) / temperature)
-        work[k] = total
-    threshold = uniform * total
+        work[k] = math.exp((float(logits[k]) - largest) / temperature)
+        total += work[k]
+    if top_p < 1.0:
+        total = _keep_nucleus(work[:count], top_p * total)
+    threshold, passed = uniform * total, 0.0
     for k in range(count):
-        if work[k] > threshold:
+        passed += work[k]
+        if passed > threshold:
             return k
-    return count - 1
+    return likeliest
 
 
 @no_type_check
 @compiled()
-def draw_categorical(parameters, uniforms, temperature, work, values, first, stop):
-    """A level for each row from softmax(parameters / temperature).
+def draw_categorical(parameters, uniforms, temperature, top_p, work, values, first, stop):
+    """A level for each row from the most probable of softmax(parameters / temperature).
 
     Args:
         parameters: logits "r levels", or wider.
         uniforms: "r 1".
         temperature: above 0, or 0 for the most probable level.
+        top_p: see `Controls`.
         work: "levels", float64.
         values: "r 1", written.
         first, stop: the rows to go through.
     """
     for r in range(first, stop):
         logits = parameters[r, : work.shape[0]]
-        values[r, 0] = _choose(logits, temperature, uniforms[r, 0], work)
+        values[r, 0] = _choose(logits, temperature, top_p, uniforms[r, 0], work)
 
 
 @no_type_check
@@ -110,20 +135,21 @@ def draw_mixture(parameters, uniforms, mixture, work, values, first, stop):
     Args:
         parameters: "r p", or wider, as the head lays them out.
         uniforms: "r s + 1".
-        mixture: temperatures of the choice and of the width, number of logistics, numbers of a row
-            before the means, which are more where there is a softmax too, and number of levels.
+        mixture: temperatures of the choice and of the width, top_p, number of logistics, numbers
+            of a row before the means, which are more where there is a softmax too, and number of
+            levels.
         work: float64, for as many numbers as there are components or levels.
         values: "r s", written.
         first, stop: the rows to go through.
     """
-    mixture_temperature, scale_temperature, components, logits, levels = mixture
+    mixture_temperature, scale_temperature, top_p, components, logits, levels = mixture
     per_step, choices = values.shape[1], min(logits, components + 1)
     for r in range(first, stop):
-        k = _choose(parameters[r, :choices], mixture_temperature, uniforms[r, 0], work)
+        k = _choose(parameters[r, :choices], mixture_temperature, top_p, uniforms[r, 0], work)
         if k >= components:
             for s in range(per_step):
                 scores = parameters[r, choices + s * levels : choices + (s + 1) * levels]
-                values[r, s] = _choose(scores, scale_temperature, uniforms[r, 1 + s], work)
+                values[r, s] = _choose(scores, scale_temperature, top_p, uniforms[r, 1 + s], work)
             continue
         row = parameters[r, logits:]
         coefficient = components * 2 * per_step + k

@@ -27,8 +27,10 @@ from imagegen.generation.decode.fused import FusedDecoder
 from imagegen.generation.decode.matmul import TILE_ROWS
 from imagegen.generation.decode.matrix import BF16
 from imagegen.generation.decode.prepare import why_not
+from imagegen.generation.decode.sampling import draw_categorical
 from imagegen.generation.sampling_loop import complete, generate
-from imagegen.heads.controls import Controls
+from imagegen.heads.categorical import Categorical
+from imagegen.heads.controls import Controls, nucleus, tempered
 from imagegen.model.transformer import ImageTransformer
 from tests.helpers import tiny_model
 
@@ -133,10 +135,11 @@ CONTROLS = [
     Controls(),
     Controls(temperature=0.6),
     Controls(mixture_temperature=0.0, scale_temperature=0.5),
+    Controls(temperature=1.2, top_p=0.6),
 ]
 
 
-@pytest.mark.parametrize("controls", CONTROLS, ids=["plain", "cool", "parts"])
+@pytest.mark.parametrize("controls", CONTROLS, ids=["plain", "cool", "parts", "top_p"])
 def test_the_same_images(
     model: ImageTransformer, controls: Controls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,19 +164,20 @@ GUIDED = {
     "raster": {"orders": 8, "attention": RELU},
     "any order": {"order": "any"},
 }
+GUIDING = [Controls(guidance=3.0, temperature=0.8), Controls(guidance=3.0, top_p=0.7)]
 
 
+@pytest.mark.parametrize("controls", GUIDING, ids=["cool", "top_p"])
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("kind", GUIDED)
 def test_guided_images_are_the_same(
-    kind: str, members: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, members: int, controls: Controls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "SHORTEST", 1)
     monkeypatch.setattr(fused, "MICRO_BATCH", 16)
     monkeypatch.setattr(fused, "_teams", lambda *_: (3 - members, members))
     shape = {"embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4, "n_layers": 2}
     model = tiny_model(ImageSpec(6, 6, 1, 17), head=CATEGORICAL, **shape, **GUIDED[kind])
-    controls = Controls(guidance=3.0, temperature=0.8)
     options: dict[str, Any] = {"seed": 3, "controls": controls, "labels": [0, 2, -1]}
     assert isinstance(choose_decoder(model, controls), FusedDecoder)
     compiled = _all(model, 30, precision="32", **options)
@@ -191,6 +195,45 @@ def test_guided_images_are_the_same(
     assert alike.mean() >= 0.9
     alike = (completed == complete(model, compiled[:12], visible, 2, **options)).reshape(24, -1)
     assert alike.all(axis=1).mean() >= 0.9
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_the_most_probable_levels_are_the_same(
+    guidance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    shape = {"head": CATEGORICAL, "embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4}
+    model = tiny_model(ImageSpec(6, 6, 1, 17), **shape)
+    controls = Controls(temperature=0.0, guidance=guidance)
+    assert isinstance(choose_decoder(model, controls), FusedDecoder)
+    options: dict[str, Any] = {"controls": controls, "labels": [0, 1, 2, -1], "precision": "32"}
+    compiled = _all(model, 4, **options)
+    assert np.array_equal(compiled, _all(model, 4, seed=9, **options))
+    monkeypatch.setattr(decode, "SHORTEST", 1 << 30)
+    assert np.array_equal(compiled, _all(model, 4, **options))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1 - 1e-9, 1.0])
+def test_the_same_choices(top_p: float, temperature: float) -> None:
+    """Of peaked and of flat distributions, of equal logits, and at both ends of chance."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(400, 33, generator=generator) * torch.logspace(-1, 2, 400)[:, None]
+    logits[:50] = logits[:50].round()
+    logits[50:60, 1:] = -1e5
+    uniforms = torch.rand(400, 1, generator=generator, dtype=torch.float64)
+    uniforms[::7], uniforms[1::7] = np.nextafter(0.0, 1.0), np.nextafter(1.0, 0.0)
+    head = Categorical(8, 33)
+    expected = head.sample(logits, uniforms, Controls(temperature=temperature, top_p=top_p))
+    drawn = np.zeros((400, 1), dtype=np.uint8)
+    work = np.zeros(33)
+    draw_categorical(
+        logits.numpy(), uniforms.numpy(), temperature, top_p, work, drawn, 0, len(drawn)
+    )
+    same = drawn[:, 0] == expected[:, 0].numpy()
+    assert same.mean() > 0.99  # the rest is rounded to the neighbour
+    kept = nucleus(tempered(logits.double(), temperature), min(top_p + 1e-9, 1.0))
+    assert kept.gather(-1, torch.from_numpy(drawn).long()).isfinite().all()
 
 
 def test_the_same_particles(model: ImageTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +364,7 @@ def test_bf16_is_chosen_by_the_batch(
     decode.say.cache_clear()
     monkeypatch.setattr(bf16, "why_not", lambda: "this PyTorch has no oneDNN")
     assert precision(256) == precision(256) == precision(255)
-    assert capsys.readouterr().err.count("without bfloat16: this PyTorch") == 1
+    assert capsys.readouterr().err.count("computing without bfloat16: this PyTorch") == 1
     assert choose_decoder(model, Controls(), "bf16") is None
 
 
@@ -494,7 +537,7 @@ def test_what_the_loop_cannot_draw_is_left_to_pytorch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(decode, "SHORTEST", 1)
     model = tiny_model(ImageSpec(4, 4, 1, 17))
     assert choose_decoder(model, Controls()) is not None
-    for controls in (Controls(temperature=0.0), Controls(top_p=0.9), Controls(guidance=2.0)):
+    for controls in (Controls(temperature=0.0), Controls(guidance=2.0)):
         assert choose_decoder(model, controls) is None
     assert choose_decoder(model.double(), Controls()) is None
     monkeypatch.setattr(decode, "SHORTEST", 17)
