@@ -228,7 +228,15 @@ def _run_composed(task: Callable[[DictConfig], Any], config: DictConfig) -> None
         # The global one stays as it is: resuming composes what the run began with.
         hydra: Any = copy.copy(GlobalHydra.instance().hydra)
         hydra.compose_config = composed
-        hydra.run(config.hydra.job.config_name, task, overrides=[])
+        folder = Path(config.hydra.run.dir).absolute()
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        try:
+            hydra.run(config.hydra.job.config_name, task, overrides=[])
+        finally:
+            # A task that refuses removes its own folder.
+            with contextlib.suppress(OSError):
+                for parent in missing:
+                    parent.rmdir()
 
 
 def _check_command(

@@ -368,3 +368,13 @@ def test_an_interrupt_while_libraries_load_leaves_no_folder(
     assert run_train(monkeypatch, *SMALL, f"hydra.run.dir={tmp_path / 'run'}") == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("found", ["", "outputs"])
+def test_a_refused_run_leaves_the_folders_that_it_found(
+    found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / found).mkdir(exist_ok=True)
+    run = tmp_path / "outputs" / "today" / "run"
+    assert run_train(monkeypatch, *SMALL, "optimizer.lr=-1", f"hydra.run.dir={run}") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ([found] if found else [])
