@@ -52,13 +52,10 @@ PRESS = """async ([button, place]) => {
     const observer = new MutationObserver(() => {
       if (finished() !== null && finished() === before) return;
       if (result.querySelector("img")) seen.add(result.innerHTML);
-      if (finished() !== null) end();
-    });
-    const end = () => {
+      if (finished() === null) return;
       observer.disconnect();
       resolve([(performance.now() - begun) / 1000, seen.size]);
-    };
-    setTimeout(end, 60000);  // pictures that are shown anew at once are not seen to change
+    });
     observer.observe(result, { childList: true, subtree: true, attributes: true });
     document.querySelector(button).click();
   });
@@ -96,6 +93,13 @@ def stroke(page: Any, *points: tuple[float, float]) -> None:
     page.mouse.up()
 
 
+def press_complete(page: Any) -> Any:
+    """Seconds and pictures, each time of another seed: the same pictures are not seen to come."""
+    seed = page.get_by_label("Seed").first
+    seed.fill(str(int(seed.input_value()) + 1))
+    return page.evaluate(PRESS, ["#complete", "#completions"])
+
+
 def measured(page: Any, studio: Studio, repeats: int) -> list[tuple[str, list[Any], list[float]]]:
     """What was done, the seconds and pictures of each press, the seconds without a page."""
     model = studio.loaded().model
@@ -129,7 +133,7 @@ def measured(page: Any, studio: Studio, repeats: int) -> list[tuple[str, list[An
             page.get_by_label("Number of completions").fill(str(number))
             add(
                 f"complete, {said}: {number}",
-                lambda: page.evaluate(PRESS, ["#complete", "#completions"]),
+                lambda: press_complete(page),
                 lambda number=number, visible=visible: complete(model, image, visible, number),
             )
     page.get_by_role("tab", name="Draw").click()
@@ -153,7 +157,7 @@ def memory(page: Any, completions: int, first: int = 20) -> tuple[float, float]:
     page.get_by_label("Number of completions").fill("1")
     used = []
     for number in range(1, completions + 1):
-        page.evaluate(PRESS, ["#complete", "#completions"])
+        press_complete(page)
         if number in (first, completions):
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             used.append(pages * resource.getpagesize() / 2**20)
