@@ -197,6 +197,26 @@ def test_guided_images_are_the_same(
     assert alike.all(axis=1).mean() >= 0.9
 
 
+@pytest.mark.parametrize("precision", ["32", "int16", "int8", "bf16"])
+def test_guidance_of_nought_ignores_the_label(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with and without labels go through the same products, whatever their numbers."""
+    if precision == "bf16":
+        _needs_bf16()
+    monkeypatch.setattr(decode, "SHORTEST", 1)
+    shape = {"head": CATEGORICAL, "embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4}
+    model = tiny_model(ImageSpec(6, 6, 1, 17), **shape)
+    options: dict[str, Any] = {"seed": 3, "precision": precision, "batch_size": 70}
+    controls = Controls(guidance=0.0, top_p=0.9)
+    without = _all(model, 70, labels=[0, 2], controls=controls, **options)
+    assert choose_decoder(model, controls, precision).precision == precision  # type: ignore[union-attr]
+    unlabelled = Controls(top_p=0.9)
+    assert np.array_equal(without, _all(model, 70, labels=[-1], controls=unlabelled, **options))
+    labelled = _all(model, 70, labels=[0, 2], controls=unlabelled, **options)
+    assert (without != labelled).reshape(70, -1).any(axis=1).mean() > 0.5
+
+
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_the_most_probable_levels_are_the_same(
     guidance: float, monkeypatch: pytest.MonkeyPatch
