@@ -51,7 +51,7 @@ demo: $(INSTALLED) ## train, sample and complete digits, in minutes on a CPU
 	@echo
 	@echo "Then type, for example:"
 	@echo "  . $(VENV)/bin/activate"
-	@echo "  python sample.py ckpt=demo/run n=64 seed=1 temperature=0.8 out=samples"
+	@echo "  python sample.py ckpt=demo/run n=64 seed=1 out=samples"
 	@echo "  imagegen evaluate ckpt=demo/run split=test out=test.json"
 	@echo "  python train.py experiment=mnist_cpu"
 

@@ -84,6 +84,7 @@ def serve(
 
 def stroke(page: Any, *points: tuple[float, float]) -> None:
     """With the mouse, over shares of the canvas's width and height."""
+    page.locator("canvas").hover()  # waits until it stays where it is, unlike the mouse
     box = page.locator("canvas").bounding_box()
     places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
     page.mouse.move(*places[0])

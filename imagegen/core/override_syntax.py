@@ -27,8 +27,14 @@ def argument(name: str, folder: Path) -> str:
     path = shown(folder)
     if all(char.isalnum() or char in "/._-+:" for char in path):
         return f"{name}={path}"
-    quoted = f"{name}={quote(path)}"
-    return shlex.quote(quoted) if any(char in '"$`\\!' for char in quoted) else f'"{quoted}"'
+    return in_shell(f"{name}={quote(path)}")
+
+
+def in_shell(text: str) -> str:
+    """An argument as it is typed in a shell."""
+    if shlex.quote(text) == text or any(char in '"$`\\!' for char in text):
+        return shlex.quote(text)
+    return f'"{text}"'
 
 
 def touched(key: str, overrides: Sequence[str]) -> bool:

@@ -189,7 +189,7 @@ class TrainingRun:
                     self.module, datamodule=self.data, ckpt_path=cfg.resume, weights_only=True
                 )
             if not self.beginning.begun and trainer.is_global_zero:
-                _refuse_to_begin(trainer, cfg, self.folder)
+                _refuse_to_begin(trainer, cfg, self.folder, self.changes)
                 # The run was killed after its last step.
                 self._begin()
                 self.beginning.begun = True
@@ -286,12 +286,16 @@ def _linear_attention(
     return {}
 
 
-def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
+def _refuse_to_begin(
+    trainer: Trainer, cfg: DictConfig, folder: Path, changes: Mapping[str, Any]
+) -> None:
     """Refuse a run that has no step left to take, unless it was ended before it could say so."""
     if cfg.resume is None:
         batches = f"trainer.limit_train_batches={cfg.trainer.get('limit_train_batches')}"
         raise UserError(f"there is nothing to train with {limits(cfg)}, {batches}.")
-    if (folder / "summary.json").exists() and not has_finished(folder):
+    finished = has_finished(folder)
+    lowered = any(key.startswith("trainer.max_") for key in changes)
+    if (folder / "summary.json").exists() and not finished and not lowered:
         return
     stopped = why_stopped(trainer)
     if stopped:
@@ -300,15 +304,17 @@ def _refuse_to_begin(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
             "raise its patience, for example callbacks.early_stopping.patience=20."
         )
     if 0 < trainer.max_steps <= trainer.global_step:
-        example = f"trainer.max_steps={2 * trainer.max_steps}"
+        example = f"trainer.max_steps={2 * trainer.global_step}"
     elif cfg.trainer.get("max_time") is None or trainer.current_epoch == trainer.max_epochs:
         example = f"trainer.max_epochs={2 * int(trainer.max_epochs or 1)}"
     else:
         spent = parse_duration("trainer.max_time", cfg.trainer.max_time)
         example = f"trainer.max_time={duration_text(2 * spent)}"
+    taken = f"has already taken {trainer.global_step} steps"
+    passed = "has already finished" if finished else taken
     raise UserError(
-        f"the run in {folder} has already finished ({limits(cfg)}); raise the limit to "
-        f"train it further, for example {example}."
+        f"the run in {folder} {passed} ({limits(cfg)}); raise the limit to train it further, for "
+        f"example {example}."
     )
 
 

@@ -108,19 +108,24 @@ def test_a_browser_is_opened_where_there_is_a_screen(
     monkeypatch: pytest.MonkeyPatch, ckpt: Path, screen: bool, typed: list[str]
 ) -> None:
     opened: list[str] = []
-    page = SimpleNamespace(
-        local_url="the address", block_thread=lambda: None, close=lambda verbose: None
-    )
+    closed: list[bool] = []
+    page = SimpleNamespace(local_url="the address", close=lambda verbose: closed.append(verbose))
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(server, "find_spec", lambda name: True)
     monkeypatch.setattr(server, "start", lambda studios, options: page)
     monkeypatch.setattr(server, "studios_of", lambda options: [])
     monkeypatch.setattr(server, "_check_free", lambda host, port: None)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("time.sleep", interrupt)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     monkeypatch.setenv("DISPLAY", ":0" if screen else "")
     server.run(compose("page", [f"ckpt={ckpt}", *typed]))
     assert opened == (["the address"] if screen and typed else [])
+    assert closed == [False]
 
 
 def test_the_command_refuses_in_a_sentence(
@@ -279,6 +284,31 @@ def test_one_model_is_in_memory(tmp_path: Path) -> None:
     gc.collect()
     assert kept() is None
     assert np.array_equal(list(first.samples("me", Wish(2)))[-1].levels, drawn)
+
+
+def test_what_ends_a_drawing_is_said(studio: Studio) -> None:
+    def endless(show: Callable[[int], None]) -> int:
+        while True:
+            show(1)
+
+    first = studio.run("me", endless)
+    next(first)
+    second = studio.run("me", lambda show: 2)
+    next(second)
+    with pytest.raises(Stopped, match="another drawing was asked for"):
+        list(first)
+    list(second)
+    for visitor, drawing in {each: studio.run(each, endless) for each in ("me", "you")}.items():
+        assert visitor in ("me", "you")
+        next(drawing)
+        studio.close()
+        with pytest.raises(Stopped, match=r"^stopped$"):
+            list(drawing)
+
+
+def test_the_command_is_easy_to_read() -> None:
+    typed = sample_command("models/mnist", Wish(4, 5, label=("3", "T-shirt/top")))
+    assert typed.endswith(""" ckpt=models/mnist n=4 seed=5 "label=['3',T-shirt/top]\"""")
 
 
 def test_the_command_draws_the_same_images(studio: Studio, ckpt: Path, tmp_path: Path) -> None:
@@ -460,6 +490,15 @@ def test_nothing_is_downloaded_for_a_test_image_unless_it_is_said(
     with pytest.raises(UserError):
         Surprises(Studio(ckpt, "cpu", dataset=dataset)).look("me", 0)
     assert asked == [(tmp_path / "b", True)]
+
+
+def test_every_model_gets_ready(ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop is compiled for some of them, not for images of few pixels."""
+    studios = [Studio(str(ckpt), "cpu"), Studio(str(ckpt), "cpu")]
+    ready: list[Studio] = []
+    monkeypatch.setattr(Studio, "get_ready", lambda studio: ready.append(studio))
+    server._get_ready(studios)
+    assert ready == studios[::-1]
 
 
 def test_the_first_visitor_need_not_wait_for_compiling(ckpt: Path, tmp_path: Path) -> None:

@@ -770,6 +770,19 @@ def test_a_run_killed_after_its_last_step_comes_to_say_so(
     assert summary(run)["seconds"] >= 1e6  # those of the checkpoint count
 
 
+def test_an_interrupted_run_is_not_finished_by_a_limit_that_it_has_passed(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(*PLAIN, "trainer.max_epochs=2")
+    (run / "summary.json").write_text(json.dumps({**summary(run), "state": "interrupted"}))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert run_train(monkeypatch, f"resume={run}", "trainer.max_steps=3") == 1
+    error = capsys.readouterr().err
+    assert "has already taken 8 steps (trainer.max_epochs=2, trainer.max_steps=3)" in error
+    assert "for example trainer.max_steps=16." in error
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
 def test_averaged_weights_can_be_left_out_and_taken_in(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

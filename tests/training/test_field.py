@@ -132,6 +132,8 @@ def test_the_limit_that_ended_a_run_is_named(
     capfd.readouterr()
     assert run_train(monkeypatch, f"resume={run}") == 1
     assert "for example trainer.max_steps=6." in capfd.readouterr().err
+    assert run_train(monkeypatch, f"resume={run}", "trainer.max_steps=2") == 1
+    assert "for example trainer.max_steps=6." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ CSS = """
 .completions { display: flex; flex-wrap: wrap; gap: 12px; }
 .completions figure { margin: 0; }
 .completions img { width: 140px; height: auto; display: block; }
-.grid { max-width: 100%; width: 560px; height: auto; }
+.grid { max-width: 100%; width: 560px; max-height: 90vh; object-fit: contain;
+  object-position: left top; }
 .heads { display: flex; flex-wrap: wrap; gap: 10px; align-items: flex-start; }
 .heads figure { margin: 0; }
 .heads img { width: 120px; height: 120px; display: block; border: 1px solid #888; }

@@ -97,8 +97,8 @@ def told(frames: Iterator[tuple[Any, ...]], empty: tuple[Any, ...]) -> Iterator[
     """
     try:
         yield from frames
-    except Stopped:
-        yield (*(gr.skip() for _ in empty), status("stopped"))
+    except Stopped as stop:
+        yield (*(gr.skip() for _ in empty), status(str(stop)))
     except UserError as error:
         yield (*empty, status(str(error), wrong=True))
     except Exception as error:

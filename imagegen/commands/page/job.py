@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 PAUSE = 0.04
 """Seconds between two frames, at least."""
+STOPPED = "stopped"
 PATIENCE = 10.0
 """Seconds without anybody asking for a picture, after which a drawing ends."""
 
@@ -36,6 +37,7 @@ class Job(Generic[Frame]):
         self._frame: Frame | None = None
         self._count, self._ended, self._finished, self.stopped = 0, False, False, False
         self._error: BaseException | None = None
+        self._why = STOPPED
         self._asked = time.monotonic()
         # A program that ends does not wait for a drawing.
         self._thread = threading.Thread(target=self._run, name="drawing", daemon=True)
@@ -70,11 +72,16 @@ class Job(Generic[Frame]):
         if self._error is not None:
             raise self._error
         if not self._finished:
-            raise Stopped
+            raise Stopped(self._why)
 
-    def stop(self) -> None:
-        """Let the work end at its next frame; from any thread."""
-        self.stopped = self.stopped or not self._ended
+    def stop(self, why: str = STOPPED) -> None:
+        """Let the work end at its next frame; from any thread.
+
+        Args:
+            why: what `Stopped` says.
+        """
+        if not self.stopped and not self._ended:
+            self.stopped, self._why = True, why
 
     def show(self, frame: Frame) -> None:
         """Hand a frame on.

@@ -6,6 +6,7 @@ import hmac
 import os
 import socket
 import sys
+import time
 import webbrowser
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -42,12 +43,18 @@ def run(config: Mapping[str, Any]) -> None:
             f"the page needs Gradio, which is not installed; {pip_install('page', PACKAGES)}"
         )
     _check_free(options.host, options.port)
-    page = start(studios_of(options), options)
+    studios = studios_of(options)
+    page = start(studios, options)
     if options.open and has_screen():
         webbrowser.open(page.local_url)
     try:
-        page.block_thread()
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        print("closing the page, which takes seconds while a browser shows it", flush=True)
     finally:
+        for studio in studios:
+            studio.close()
         page.close(verbose=False)
 
 
@@ -102,9 +109,15 @@ def start(studios: Sequence[Studio], options: PageOptions) -> Any:
     except OSError as error:  # another program has taken the port since it was looked at
         raise _cannot_listen(options.host, options.port, error) from error
     shown = f"[{options.host}]" if ":" in options.host else options.host
-    Thread(target=studios[0].get_ready, daemon=True).start()
+    Thread(target=_get_ready, args=[studios], daemon=True).start()
     print(f"the page of {', '.join(options.ckpts)} is at http://{shown}:{options.port}", flush=True)
     return page
+
+
+def _get_ready(studios: Sequence[Studio]) -> None:
+    # The first one's model is kept in memory.
+    for studio in reversed(studios):
+        studio.get_ready()
 
 
 def _door(password: str) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from imagegen.commands.page.job import Job
+from imagegen.commands.page.job import STOPPED, Job
 from imagegen.core.errors import UserError
 from imagegen.core.installation import typed
+from imagegen.core.override_syntax import in_shell, quote
 from imagegen.core.values import MAX_SEED, resolve_device, whole_number
 from imagegen.generation.sample_options import controls_of, labels_of
 from imagegen.tracking.runs_table import RUNS
@@ -311,7 +311,7 @@ class Studio:
             Stopped: where the work ends before its last frame, as `stop` is called.
             whatever the work raises.
         """
-        self.stop(visitor)
+        self.stop(visitor, "stopped, as another drawing was asked for in this tab of the browser")
         job = self._jobs[visitor] = Job(work, self.desk.turn)
         try:
             yield from job.frames()
@@ -319,11 +319,16 @@ class Studio:
             if self._jobs.get(visitor) is job:
                 del self._jobs[visitor]
 
-    def stop(self, visitor: str) -> None:
+    def stop(self, visitor: str, why: str = STOPPED) -> None:
         """End what is drawn for a visitor, if anything is."""
         job = self._jobs.get(visitor)
         if job is not None:
-            job.stop()
+            job.stop(why)
+
+    def close(self) -> None:
+        """End what is drawn for anybody."""
+        for visitor in list(self._jobs):
+            self.stop(visitor)
 
     def _check_number(self, what: str, number: int, most: int) -> None:
         spec = self.spec
@@ -384,11 +389,11 @@ def sample_command(ckpt: str, wish: Wish) -> str:
     ]
     if wish.label:
         words.append(f"label=[{','.join(map(quoted, wish.label))}]")
-    return " ".join([typed("sample"), *map(shlex.quote, words)])
+    return " ".join([typed("sample"), *map(in_shell, words)])
 
 
 def quoted(value: str) -> str:
     """A value as Hydra takes it: words with other characters between quotes."""
     if re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and value.lower() not in _OTHER:
         return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return quote(value)

@@ -45,7 +45,7 @@ def build(studio: Studio) -> None:
     names = studio.class_names()
     gr.Markdown(WORDS)
     with gr.Row():
-        index = gr.Number(0, label="Number of a test image", precision=0)
+        index = gr.Number(0, label="Number of a test image")
         label = gr.Dropdown(
             [NO_CLASS, *names], value=NO_CLASS, label="Class", visible=bool(names), elem_id="class"
         )
@@ -69,11 +69,12 @@ def build(studio: Studio) -> None:
         yield looked.picture.label or NO_CLASS, maps_of(looked), chart(pixel), told_of(looked)
 
     def load(visitor: str, path: str) -> Iterator[tuple[Any, ...]]:
-        levels, _ = read_upload(Path(path), studio.spec)
-        yield from frames(visitor, Picture(levels, Path(path).name))
+        levels, opaque = read_upload(Path(path), studio.spec)
+        name = Path(path).name + ("" if opaque.all() else ", transparent pixels counted as others")
+        yield from frames(visitor, Picture(levels, name))
 
     def test(visitor: str, number: float | None) -> Iterator[tuple[Any, ...]]:
-        if number is None:
+        if number is None or number % 1:
             raise UserError("the number of a test image must be a whole number.")
         yield from frames(visitor, int(number))
 
