@@ -39,6 +39,7 @@ def size_options(width: int, layers: int = 4) -> list[str]:
 
 # As experiment=mnist_cpu and cifar10_cpu train.
 MUON = ["optimizer=muon", "batch_size=8"]
+# Tables but `mnist-depths` have four layers, as the recipe for MNIST had when they were made.
 OURS = ["head=categorical", *MUON]
 COLOUR = ["optimizer=muon", "optimizer.lr=0.014", "optimizer.adam_lr=0.0015", "batch_size=4"]
 # The paper's model, without dropout where it is trained with our optimizer: that is better in so
@@ -125,6 +126,8 @@ TABLES = {
         {f"{layers} layers": [*OURS, *size_options(128, layers)] for layers in (2, 3, 4)},
         MNIST,
         1800.0,
+        seeds=(0, 1),
+        fewer={"3 layers": (0,)},
         root=DATA,
     ),
     "fashion-mnist-heads": Table(_heads(*MUON), FASHION, 900.0, seeds=(0, 1), root=FASHION_DATA),
