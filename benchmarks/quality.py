@@ -126,8 +126,6 @@ TABLES = {
         {f"{layers} layers": [*OURS, *size_options(128, layers)] for layers in (2, 3, 4)},
         MNIST,
         1800.0,
-        seeds=(0, 1),
-        fewer={"3 layers": (0,)},
         root=DATA,
     ),
     "fashion-mnist-heads": Table(_heads(*MUON), FASHION, 900.0, seeds=(0, 1), root=FASHION_DATA),
