@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 
 PAUSE = 0.04
 """Seconds between two frames, at least."""
-STOPPED = "stopped"
 PATIENCE = 10.0
 """Seconds without anybody asking for a picture, after which a drawing ends."""
+STOPPED = "stopped"
+"""What is said of a drawing that somebody ends."""
 
 Frame = TypeVar("Frame")
 

@@ -70,7 +70,7 @@ def build(studio: Studio) -> None:
 
     def load(visitor: str, path: str) -> Iterator[tuple[Any, ...]]:
         levels, opaque = read_upload(Path(path), studio.spec)
-        name = Path(path).name + ("" if opaque.all() else ", transparent pixels counted as others")
+        name = Path(path).name + ("" if opaque.all() else " (transparent pixels count too)")
         yield from frames(visitor, Picture(levels, name))
 
     def test(visitor: str, number: float | None) -> Iterator[tuple[Any, ...]]:

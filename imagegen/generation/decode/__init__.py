@@ -166,7 +166,7 @@ def choose_decoder(
         return None
     on_cpu = model.device.type == "cpu"
     if controls.top_p != 1 and not on_cpu:
-        say("drawing without a graph, which has no top_p")
+        say("drawing without compiled loops, which know top_p on a CPU alone")
         return None
     if not (on_cpu and isinstance(model.head, Categorical)):
         for name, asked in (

@@ -164,6 +164,13 @@ GUIDED = {
     "raster": {"orders": 8, "attention": RELU},
     "any order": {"order": "any"},
 }
+
+
+def _labelled(**options: Any) -> ImageTransformer:
+    shape = {"head": CATEGORICAL, "embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4}
+    return tiny_model(ImageSpec(6, 6, 1, 17), **shape, **options)
+
+
 GUIDING = [Controls(guidance=3.0, temperature=0.8), Controls(guidance=3.0, top_p=0.7)]
 
 
@@ -176,8 +183,7 @@ def test_guided_images_are_the_same(
     monkeypatch.setattr(decode, "SHORTEST", 1)
     monkeypatch.setattr(fused, "MICRO_BATCH", 16)
     monkeypatch.setattr(fused, "_teams", lambda *_: (3 - members, members))
-    shape = {"embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4, "n_layers": 2}
-    model = tiny_model(ImageSpec(6, 6, 1, 17), head=CATEGORICAL, **shape, **GUIDED[kind])
+    model = _labelled(n_layers=2, **GUIDED[kind])
     options: dict[str, Any] = {"seed": 3, "controls": controls, "labels": [0, 2, -1]}
     assert isinstance(choose_decoder(model, controls), FusedDecoder)
     compiled = _all(model, 30, precision="32", **options)
@@ -198,15 +204,14 @@ def test_guided_images_are_the_same(
 
 
 @pytest.mark.parametrize("precision", ["32", "int16", "int8", "bf16"])
-def test_guidance_of_nought_ignores_the_label(
+def test_guidance_of_zero_ignores_the_label(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows with and without labels go through the same products, whatever their numbers."""
     if precision == "bf16":
         _needs_bf16()
     monkeypatch.setattr(decode, "SHORTEST", 1)
-    shape = {"head": CATEGORICAL, "embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4}
-    model = tiny_model(ImageSpec(6, 6, 1, 17), **shape)
+    model = _labelled()
     options: dict[str, Any] = {"seed": 3, "precision": precision, "batch_size": 70}
     controls = Controls(guidance=0.0, top_p=0.9)
     without = _all(model, 70, labels=[0, 2], controls=controls, **options)
@@ -222,8 +227,7 @@ def test_the_most_probable_levels_are_the_same(
     guidance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "SHORTEST", 1)
-    shape = {"head": CATEGORICAL, "embedding": NEIGHBOURHOOD, "n_classes": 3, "label_grid": 4}
-    model = tiny_model(ImageSpec(6, 6, 1, 17), **shape)
+    model = _labelled()
     controls = Controls(temperature=0.0, guidance=guidance)
     assert isinstance(choose_decoder(model, controls), FusedDecoder)
     options: dict[str, Any] = {"controls": controls, "labels": [0, 1, 2, -1], "precision": "32"}
